@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,6 +35,7 @@ from infinity.storage.interrupt import GRACE
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import DTYPES
 from infinity.storage.tensor_layout import joined
+from infinity.version import __version__
 
 from .engine import Engine
 
@@ -135,6 +136,43 @@ def check_shared(path: str, rank: int) -> None:
             found=f"rank {rank} does not see the directory that rank 0 has created there",
             cure="name a directory that all nodes share",
         )
+
+
+def content_of(
+    *,
+    crcs: Mapping[str, Any],
+    parameters: Mapping[str, Mapping[str, Any]],
+    optimizer: str,
+    groups: Sequence[Mapping[str, Any]],
+    counts: Mapping[str, float],
+    texts: Mapping[str, str],
+    state: Any,
+    random: Sequence[Any],
+    buffers_of_other_ranks: Sequence[Any],
+    finite: bool,
+) -> dict[str, Any]:
+    """Return the content of an index, beside what `Save.index` adds.
+
+    Args:
+        crcs: of each file, the checksums of its tensors.
+        parameters: by name, ``step``, ``trainable``, ``tied`` and perhaps ``counters``.
+        optimizer: the kind of its `Rule`.
+        random: the states of the generators of each rank; None: it has none, and a load changes none.
+    """
+    return {
+        "infinity": __version__,
+        "crcs": crcs,
+        "parameters": parameters,
+        "optimizer": optimizer,
+        "groups": groups,
+        "counts": counts,
+        "texts": texts,
+        "state": state,
+        "random": random[0],
+        "random_of_other_ranks": random[1:],
+        "buffers_of_other_ranks": buffers_of_other_ranks,
+        "finite": finite,
+    }
 
 
 def wrong_index(path: str, error: Exception) -> CorruptionError:

@@ -228,6 +228,15 @@ class _Loading:
         path = self._found.file(stem)
         return {} if path is None else read_all(path, self._ring, self._found.content["crcs"][stem])
 
+    def _read_some(self, stem: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        if names and (file := self._open(stem)) is not None:
+            with file:
+                for name in names:
+                    found[name] = torch.empty(file.entries[name].shape, dtype=file.entries[name].dtype)
+                    file.read(name, 0, found[name])
+        return found
+
     def _open(self, stem: str) -> TensorFile | None:
         return open_saved(self._found, stem, self._ring)
 
@@ -293,6 +302,10 @@ class _Loading:
         if engine.comm.rank and engine.comm.world == len(others) + 1:
             self._buffers |= others[engine.comm.rank - 1]
         here = buffers_of(engine)
+        # Some programs do not tell buffers from parameters: [Note: DCP's files].
+        kept = [n for n in here if n in index["parameters"] and n not in self._buffers]
+        self._buffers |= self._read_some("parameters", kept)
+        unexpected = [name for name in unexpected if name not in kept]
         missing += [n for n in here if n not in self._buffers]
         unexpected += [n for n in self._buffers if n not in here]
         lacking = [
@@ -357,7 +370,11 @@ class _Loading:
             )
         self._same_kind = True
         params = self._engine.params
-        here = [{self._names.get(params[p]) for p in g["params"] if p in params} - {None} for g in groups]
+        # A frozen parameter has no options: it does not matter in which group it is.
+        trained = [
+            [params[p] for p in g["params"] if p in params and params[p].spec.trainable] for g in groups
+        ]
+        here = [{self._names.get(sharded) for sharded in group} - {None} for group in trained]
         both = set().union(*here) if here else set()
         there = [set(g["params"]) & both for g in saved]
         if here != there:
@@ -510,6 +527,7 @@ class _Loading:
     def go_on(self) -> None:
         """Let the run go on: all of it is what was saved."""
         comm = self._engine.comm
-        set_random_states(self._random, comm.rank, comm.world, self._engine.device.torch_device)
+        if self._random[0] is not None:  # imported from a program that saves none
+            set_random_states(self._random, comm.rank, comm.world, self._engine.device.torch_device)
         self._engine.phases.mended()
         self._engine.optimizer.zero_grad()

@@ -19,12 +19,12 @@ from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import DTYPES, NAMES, Spec, nbytes_of
 from infinity.storage.tensor_layout import Parts, joined, laid_out
 from infinity.storage.under_way import UnderWay
-from infinity.version import __version__
 
 from .checkpoint import (
     Progress,
     buffers_of,
     check_free,
+    content_of,
     elements_here,
     interruptible,
     names_of,
@@ -408,21 +408,19 @@ class _Saving:
                 stem: {name: [NAMES[dtype], [*shape]] for name, (dtype, shape) in kind.items()}
                 for stem, kind in self._specs.items()
             }
-        content = {
-            "infinity": __version__,
-            "crcs": self._crcs,
-            "parameters": self._described(),
-            "optimizer": self._engine.optimizer.rule.kind,
-            "groups": self._groups_here,
-            "counts": self._engine.optimizer.counts(),
-            "texts": {**texts_of(self._engine.model()), **given.texts},
-            "state": given.values,
-            "random": self._random[0],
-            "random_of_other_ranks": self._random[1:],
-            "buffers_of_other_ranks": self._others,
-            "finite": all(of_rank["finite"] for of_rank in pieces),
-            **({"apart": apart} if apart else {}),
-        }
+        content = content_of(
+            crcs=self._crcs,
+            parameters=self._described(),
+            optimizer=self._engine.optimizer.rule.kind,
+            groups=self._groups_here,
+            counts=self._engine.optimizer.counts(),
+            texts={**texts_of(self._engine.model()), **given.texts},
+            state=given.values,
+            random=self._random,
+            buffers_of_other_ranks=self._others,
+            finite=all(of_rank["finite"] for of_rank in pieces),
+        )
+        content |= {"apart": apart} if apart else {}
         self._content = target.index(files, self._counter, content)
         return self._content if apart else None
 

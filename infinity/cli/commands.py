@@ -104,6 +104,35 @@ def generate_command(**given: Any) -> Any:
     return _imported("infinity.cli.generate").generate_command(**given)
 
 
+@click.command("import-deepspeed")
+@click.argument("directory", metavar="DIR", callback=named)
+@click.argument("out", metavar="OUT", callback=named)
+@json_option
+def import_deepspeed_command(**given: Any) -> Any:
+    """Write the checkpoint of DeepSpeed in DIR as one of infinity, below the new directory OUT.
+
+    DIR is what save_checkpoint was given, or a tag below it: ZeRO at stage 1, 2 or 3 with AdamW or Adam, or a
+    universal checkpoint. DeepSpeed is not needed, no code in the files runs, and values are copied piece by
+    piece. infinity.load goes on from OUT. It returns what else DeepSpeed saved.
+    """
+    return _imported("infinity.cli.imports").import_deepspeed_command(**given)
+
+
+@click.command("import-dcp")
+@click.argument("directory", metavar="DIR", callback=named)
+@click.argument("out", metavar="OUT", callback=named)
+@json_option
+def import_dcp_command(**given: Any) -> Any:
+    """Write the checkpoint of torch.distributed.checkpoint (FSDP2) in DIR as one of infinity, below the new
+    directory OUT.
+
+    DIR has a .metadata file, or is what accelerate saved, with pytorch_model_fsdp_0 and optimizer_0. It has
+    the state dicts of a model and of AdamW or Adam. No code in the files runs, and values are copied piece by
+    piece. infinity.load goes on from OUT. It returns what else was saved.
+    """
+    return _imported("infinity.cli.imports").import_dcp_command(**given)
+
+
 @click.command("export")
 @click.argument("checkpoint", callback=named)
 @click.argument("directory", metavar="DIR", callback=named)

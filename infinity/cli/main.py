@@ -33,8 +33,10 @@ VERBS: Final[dict[str, tuple[str, str]]] = {
     "bench": ("infinity.cli.bench.group", "Measure drives, the link, the CPU's Adam, or whole steps."),
     "tune": ("infinity.cli.commands", "Find the I/O settings that suit a drive, and keep them."),
     "trace": ("infinity.cli.trace", "Say where the time of a step went, and why."),
-    "verify": ("infinity.cli.commands", "Check that every placement and update mode gives the same bits."),
-    "export": ("infinity.cli.commands", "Write the model of a checkpoint as files that other programs read."),
+    "verify": ("infinity.cli.commands", "Check that all placements and updates give the same bits."),
+    "export": ("infinity.cli.commands", "Write the model of a checkpoint for other programs."),
+    "import-deepspeed": ("infinity.cli.commands", "Turn a checkpoint of DeepSpeed into one of infinity."),
+    "import-dcp": ("infinity.cli.commands", "Turn a checkpoint of FSDP2 into one of infinity."),
     "doctor": ("infinity.cli.doctor", "Look over this machine, and say what to change."),
     "clean": ("infinity.cli.clean", "Remove what killed runs have left in a directory."),
 }

@@ -120,7 +120,7 @@ class LazyGroup(click.Group):
 
     Args:
         title: above their list in `--help`.
-        table: name → (module, one line of help). In a module the command `io` is called `io_command`.
+        table: name → (module, one line of help). In a module the command `a-b` is called `a_b_command`.
     """
 
     def __init__(self, *args: Any, title: str, table: Mapping[str, tuple[str, str]], **more: Any) -> None:
@@ -136,7 +136,8 @@ class LazyGroup(click.Group):
         if cmd_name not in self._table:
             return None
         module, _ = self._table[cmd_name]
-        command: click.Command = getattr(importlib.import_module(module), f"{cmd_name}_command")
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(module), f"{name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

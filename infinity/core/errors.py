@@ -26,7 +26,8 @@
     ├── ThreadError (RuntimeError)       another thread holds the engine lock for too long
     ├── RankError (RuntimeError)         another rank failed, exited, or did not arrive in time
     │   └── DivergenceError              the ranks do not make the same calls
-    └── DataError (ValueError)           training data or a model directory cannot be used
+    └── DataError (ValueError)           training data, a model directory or a checkpoint of another program
+                                         cannot be used
 
 A message says what was expected, what was found and what to change (`cure`).
 """
@@ -220,4 +221,4 @@ class DivergenceError(RankError):
 
 
 class DataError(InfinityError, ValueError):
-    """Training data or a model directory cannot be used."""
+    """Training data, a model directory or a checkpoint of another program cannot be used."""

@@ -1,0 +1,71 @@
+"""`infinity import-deepspeed` and `import-dcp`: checkpoints of other programs, for `infinity.load` to go on
+from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from infinity.api.checkpoint import Progress
+from infinity.api.foreign import Foreign
+from infinity.api.import_dcp import import_dcp
+from infinity.api.import_deepspeed import import_deepspeed
+from infinity.core.sizes import format_size
+
+from .console import finish, seldom, status_line
+
+
+def import_deepspeed_command(directory: str, out: str, as_json: bool) -> None:
+    """Import as the parameters of the command say."""
+    _import(import_deepspeed, directory, out, as_json)
+
+
+def import_dcp_command(directory: str, out: str, as_json: bool) -> None:
+    """Import as the parameters of the command say."""
+    _import(import_dcp, directory, out, as_json)
+
+
+def _import(
+    call: Callable[[str, str, Progress], tuple[str, Foreign]], directory: str, out: str, as_json: bool
+) -> None:
+    with status_line() as line:
+        say = seldom(line)
+
+        def progress(done: int, total: int) -> None:
+            say(f"{format_size(done)} of {format_size(total)}")
+
+        path, foreign = call(directory, out, progress)
+    parameters = foreign.parameters.values()
+    result = {
+        "path": path,
+        "steps": int(foreign.counts["steps"]),
+        "parameters": len(parameters),
+        "frozen": sum(not p.trainable for p in parameters),
+        "without_moments": sum(p.trainable and not p.moments for p in parameters),
+        "groups": [{**options, "parameters": len(names)} for options, names in foreign.groups],
+        "state": list(foreign.state),
+        "left_out": foreign.left_out,
+    }
+    finish(result, _show, as_json=as_json)
+
+
+def _show(result: Any) -> None:
+    click.echo(
+        f"{result['path']}: {result['parameters']} parameters, {result['frozen']} of them frozen, after "
+        f"{result['steps']} steps"
+    )
+    if result["without_moments"]:
+        click.echo(f"{result['without_moments']} parameters have no moments: these begin anew")
+    for index, group in enumerate(result["groups"]):
+        kind = "AdamW" if group["decoupled_weight_decay"] else "Adam, whose weight decay is L2"
+        click.echo(
+            f"param group {index}: {kind}, {group['parameters']} parameters, lr {group['lr']:g}, "
+            f"weight decay {group['weight_decay']:g}"
+        )
+    for place in result["left_out"]:
+        click.echo(f"left out: {place}, an object of a class")
+    click.echo(f"load it: state = infinity.load(optimizer, {result['path']!r})")
+    if result["state"]:
+        click.echo(f"state has: {', '.join(map(str, result['state']))}")

@@ -1,0 +1,100 @@
+"""Records checkpoints of FSDP2, in tests/fsdp.tar.xz, for tests/test_import_dcp.py.
+
+python -m tests.fsdp_states            (trains on three ranks, and makes the archive)
+python -m tests.fsdp_states FOLDER     (on each rank, with the environment of torchrun)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of, plain
+
+ARCHIVE = Path(__file__).parent / "fsdp.tar.xz"
+RANKS = 3
+#: How a checkpoint is laid out: one directory, flat names of the optimizer's state, or accelerate's two.
+KINDS = ("nested", "flat", "accelerate")
+
+
+def second_dimension(param: nn.Parameter) -> Shard | None:
+    """Cut some matrices by columns."""
+    return Shard(1) if param.shape == (5, 3) else None
+
+
+def train(folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = build(frozen=True)
+    fully_shard(model, mesh=mesh, shard_placement_fn=second_dimension)
+    adam = torch.optim.AdamW(groups_of(model), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 2)
+    losses = []
+    for step in range(STEPS + MORE):
+        if step == STEPS:
+            for kind in KINDS:
+                save(folder / kind, kind, model, adam, scheduler)
+        loss = loss_of(model, step)
+        loss.backward()
+        adam.step()
+        scheduler.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    if torch.distributed.get_rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+    torch.distributed.barrier()
+    os._exit(0)  # threads of gloo that still run may end a process with an error
+
+
+def save(folder: Path, kind: str, model: nn.Module, adam: Any, scheduler: Any) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=kind == "flat")
+    of_model = get_model_state_dict(model, options=options)
+    of_adam = get_optimizer_state_dict(model, adam, options=options)
+    if kind == "accelerate":
+        dcp.save({"model": of_model}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+        dcp.save({"optimizer": of_adam}, checkpoint_id=folder / "optimizer_0")
+        return
+    further = {"scheduler": scheduler.state_dict(), "epoch": 2, "order": torch.arange(3)}
+    dcp.save({"model": of_model, "optim": of_adam, **further}, checkpoint_id=folder)
+
+
+def record(folder: Path, port: int) -> None:
+    """Train on all ranks, and save into `folder`."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fsdp_states", str(folder)]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    env |= {"WORLD_SIZE": str(RANKS), "PYTHONPATH": str(Path(__file__).parents[1])}
+    processes = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(RANKS)]
+    if codes := [code for process in processes if (code := process.wait())]:
+        raise RuntimeError(f"ranks have ended with {codes}")
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        train(Path(arguments[0]))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        record(Path(temporary), 29700)
+        with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
+            archive.add(temporary, ".", filter=plain)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,276 @@
+"""Checkpoints that FSDP2 has written go on here; others are refused by name. fsdp_states.py writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import random
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+import infinity
+from infinity.api.import_dcp import import_dcp
+from infinity.cli.main import run
+from infinity.core.errors import CorruptionError, DataError, DirectoryError, InfinityError
+from infinity.storage.checkpoints import find
+
+from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of
+from .fsdp_states import ARCHIVE, KINDS, record
+from .offloaded import ON_HOST, config_for
+from .test_pickled import mutated
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture
+def copied(recorded: Path, tmp_path: Path) -> Path:
+    """A checkpoint that a test may change."""
+    return Path(shutil.copytree(recorded / "nested", tmp_path / "saved"))
+
+
+def saved_in(path: str | Path, stem: str) -> dict[str, torch.Tensor]:
+    file = find(str(path)).file(stem)
+    assert file is not None
+    return safetensors.torch.load_file(file)
+
+
+def check_that_it_goes_on(saved: Path, losses: list[float], folder: Path) -> None:
+    """Load into a model of other values, and compare the losses of further steps."""
+    folder.mkdir()
+    path, foreign = import_dcp(str(saved), str(folder / "out"))
+    described = find(path).content["parameters"]
+    assert described["embed.weight"]["tied"] == ["head.weight"]
+    assert {n for n, p in described.items() if not p["trainable"]} == {"first.weight", "first.bias", "shift"}
+    model = build(frozen=True)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.fill_(0.25)
+    adam = torch.optim.AdamW(groups_of(model), lr=0.5)
+    model, adam = infinity.wrap(model, adam, config_for(folder, **ON_HOST))
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 2)
+    further = "scheduler" in foreign.state
+    state = infinity.load(adam, path, state={"scheduler": scheduler} if further else None)
+    if further:
+        assert state["epoch"] == 2
+        assert torch.equal(state["order"], torch.arange(3))
+    assert torch.equal(model.get_buffer("shift"), torch.arange(3) / 10)
+    assert infinity.metrics(adam)["steps"] == STEPS
+    assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0]
+    here = []
+    for step in range(STEPS, STEPS + MORE):
+        if not further:
+            for group in adam.param_groups:
+                group["lr"] = 0.01 * 0.1 ** (step // 2)
+        loss = loss_of(model, step)
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        if further:
+            scheduler.step()
+        here.append(loss.item())
+    assert here == pytest.approx(losses[STEPS:], rel=1e-5)
+    infinity.close(adam)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on(kind: str, recorded: Path, tmp_path: Path) -> None:
+    losses = json.loads((recorded / "losses.json").read_text())
+    check_that_it_goes_on(recorded / kind, losses, tmp_path / "run")
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_what_this_torch_saves_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    record(tmp_path / "saved", random.randrange(20_000, 30_000))
+    losses = json.loads((tmp_path / "saved" / "losses.json").read_text())
+    for kind in KINDS:
+        check_that_it_goes_on(tmp_path / "saved" / kind, losses, tmp_path / kind)
+
+
+def test_the_directory_of_the_model_alone_does(recorded: Path, tmp_path: Path) -> None:
+    """Of accelerate's two, the other one is beside it."""
+    path, _ = import_dcp(str(recorded / "accelerate" / "pytorch_model_fsdp_0"), str(tmp_path / "out"))
+    assert saved_in(path, "exp_avg")["embed.weight"].abs().sum() > 0
+
+
+def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import-dcp", str(recorded / "flat"), str(tmp_path / "out"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["steps"], result["parameters"], result["frozen"]) == (STEPS, 9, 3)
+    assert result["state"] == ["scheduler", "epoch", "order"]
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def edit(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change the metadata of a checkpoint."""
+    metadata = FileSystemReader(folder).read_metadata()
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def renamed(metadata: Any, old: str, new: str) -> None:
+    """Give entries other names."""
+    entries = metadata.state_dict_metadata
+    for name in [name for name in entries if old in name]:
+        entries[name.replace(old, new)] = entries.pop(name)
+    for index in [index for index in metadata.storage_data if old in index.fqn]:
+        other = type(index)(index.fqn.replace(old, new), index.offset, index.index)
+        metadata.storage_data[other] = metadata.storage_data.pop(index)
+
+
+def _without_places(metadata: Any) -> None:
+    for index in [index for index in metadata.storage_data if index.fqn == "model.first.weight"][1:]:
+        del metadata.storage_data[index]
+
+
+def _overlapping(metadata: Any) -> None:
+    about = metadata.state_dict_metadata["model.first.weight"]
+    about.chunks[1] = about.chunks[0]
+
+
+def _compressed(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ("zstd",)
+
+
+def _twice(metadata: Any) -> None:
+    for name in list(metadata.state_dict_metadata):
+        if name.startswith("optim."):
+            metadata.state_dict_metadata["second_" + name] = metadata.state_dict_metadata[name]
+    for index in list(metadata.storage_data):
+        other = type(index)("second_" + index.fqn, index.offset, index.index)
+        metadata.storage_data[other] = metadata.storage_data[index]
+
+
+#: What is done to a checkpoint, and what the error says.
+REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no optimizer": (lambda f: edit(f, lambda m: renamed(m, "exp_avg", "momentum")), "one optimizer"),
+    "two optimizers": (lambda f: edit(f, _twice), "does not have one optimizer"),
+    "another moment": (lambda f: edit(f, lambda m: renamed(m, ".exp_avg_sq", ".mu")), "mu of "),
+    "no steps": (lambda f: edit(f, lambda m: renamed(m, "scale.step", "scale.stop")), "stop of 'scale'"),
+    "no betas": (lambda f: edit(f, lambda m: renamed(m, "0.betas", "0.momentum")), "a param group with"),
+    "no model": (lambda f: edit(f, lambda m: renamed(m, "model.embed", "model.umbed")), "not have one model"),
+    "a missing chunk": (lambda f: edit(f, _without_places), "where all of 'model.first.weight' is"),
+    "a chunk twice": (lambda f: edit(f, _overlapping), "where all of 'model.first.weight' is"),
+    "compressed": (lambda f: edit(f, _compressed), "not compressed"),
+    "a missing file": (lambda f: (f / "__1_0.distcp").unlink(), "'__1_0.distcp'"),
+    "other metadata": (
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        "is not the metadata",
+    ),
+    "no metadata": (lambda f: (f / ".metadata").unlink(), "is of a save that did not end"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_it_is_refused(what: str, copied: Path, tmp_path: Path) -> None:
+    change, said = REFUSALS[what]
+    change(copied)
+    with pytest.raises(DataError) as raised:
+        import_dcp(str(copied), str(tmp_path / "out"))
+    assert said in str(raised.value)
+    assert raised.value.cure
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="cannot look into"):
+        import_dcp(str(tmp_path / "nothing"), str(tmp_path / "out"))
+
+
+def test_two_models_are_told_apart_by_their_names(copied: Path, tmp_path: Path) -> None:
+    """Averaged weights, say: the model is what is called so, and the other one is not read."""
+
+    def average(metadata: Any) -> None:
+        for name in [n for n in metadata.state_dict_metadata if n.startswith("model.")]:
+            metadata.state_dict_metadata["ema." + name[6:]] = metadata.state_dict_metadata[name]
+        for index in [i for i in metadata.storage_data if i.fqn.startswith("model.")]:
+            other = type(index)("ema." + index.fqn[6:], index.offset, index.index)
+            metadata.storage_data[other] = metadata.storage_data[index]
+
+    edit(copied, average)
+    path, foreign = import_dcp(str(copied), str(tmp_path / "out"))
+    assert "embed.weight" in find(path).content["parameters"]
+    assert len(foreign.parameters) == 9
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_damage_is_found(seed: int, copied: Path, tmp_path: Path) -> None:
+    """Damaged values are errors; so is damaged metadata, or nothing of it mattered, or names are others."""
+    path, _ = import_dcp(str(copied), str(tmp_path / "right"))
+    stems = ("parameters", "exp_avg", "exp_avg_sq")
+    right = [saved_in(path, stem) for stem in stems]
+    for file in (".metadata", "__0_0.distcp", "__2_0.distcp"):
+        whole = (copied / file).read_bytes()
+        errors = 0
+        for data in mutated(whole, seed, 12):
+            (copied / file).write_bytes(data)
+            try:
+                path, _ = import_dcp(str(copied), str(tmp_path / "out"))
+            except (CorruptionError, DataError):
+                errors += 1
+                assert not list((tmp_path / "out").glob("*"))
+                continue
+            for stem, expected in zip(stems, right, strict=True):
+                there = saved_in(path, stem)
+                assert all(
+                    torch.equal(there[name], expected[name]) for name in there.keys() & expected.keys()
+                )
+            shutil.rmtree(tmp_path / "out")
+        (copied / file).write_bytes(whole)
+        assert errors
+
+
+ODD = (None, 0, -1, 1 << 70, 0.5, "x", [], [1], {}, (1,), (1 << 40, 1 << 40), torch.float32, torch.Size([3]))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+def test_odd_metadata_is_an_error_that_says_so(seed: int, copied: Path, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    whole = (copied / ".metadata").read_bytes()
+
+    def change(metadata: Any) -> None:
+        one = generator.choice(list(metadata.state_dict_metadata))
+        about, info = (
+            metadata.state_dict_metadata[one],
+            generator.choice(list(metadata.storage_data.values())),
+        )
+        kinds = ["size", "chunks", "properties", "entry", "path", "offset", "length", "parts", "all", "chunk"]
+        kind, odd = generator.choice(kinds), generator.choice(ODD)
+        if kind in ("size", "chunks", "properties"):
+            setattr(about, kind, odd)
+        elif kind == "entry":
+            metadata.state_dict_metadata[one] = odd
+        elif kind == "parts":
+            metadata.planner_data[one] = odd
+        elif kind == "all":
+            metadata.storage_data = odd
+        elif kind == "chunk" and getattr(about, "chunks", None):
+            about.chunks[0].offsets = odd
+        else:
+            setattr(info, {"path": "relative_path"}.get(kind, kind), odd)
+
+    for _ in range(20):
+        edit(copied, change)
+        with contextlib.suppress(InfinityError):
+            import_dcp(str(copied), str(tmp_path / "out"))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (copied / ".metadata").write_bytes(whole)

@@ -1,0 +1,482 @@
+"""Checkpoints that DeepSpeed itself has written go on here; others are refused by name.
+
+deepspeed_states.py has written them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import infinity
+from infinity.api.import_deepspeed import import_deepspeed
+from infinity.cli.main import run
+from infinity.core.errors import CorruptionError, DataError, DirectoryError, InfinityError, StateDictError
+from infinity.storage.checkpoints import find
+
+from .command_line import python
+from .deepspeed_states import ARCHIVE, CASES, MORE, STEPS, build, groups_of, loss_of
+from .offloaded import ON_HOST, config_for
+
+REFUSED = "universal-round-robin"
+RATE = 0.01
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture
+def copied(recorded: Path, tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
+    """What copies a recorded checkpoint for a test to change, and returns it and its files' directory."""
+
+    def copy(name: str) -> tuple[Path, Path]:
+        shutil.copytree(recorded / name, tmp_path / "saved")
+        return tmp_path / "saved", tmp_path / "saved" / (tmp_path / "saved" / "latest").read_text().strip()
+
+    return copy
+
+
+class _Stub:
+    """What torch makes of an object of DeepSpeed."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the content of a file. Objects of DeepSpeed get lost."""
+    names = (
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+    with torch.serialization.safe_globals([(type("Stub", (_Stub,), {}), name) for name in names]):
+        content = torch.load(path, weights_only=True)
+    for state in (content, content.get("optimizer_state_dict", {})):
+        if isinstance(stage := state.get("zero_stage"), _Stub):
+            state["zero_stage"] = stage.args[0]
+        for lost in ("loss_scaler", "param_slice_mappings"):
+            state.pop(lost, None)
+    change(content)
+    torch.save(content, path)
+
+
+def saved_in(path: str | Path, stem: str) -> dict[str, torch.Tensor]:
+    file = find(str(path)).file(stem)
+    return {} if file is None else safetensors.torch.load_file(file)
+
+
+def wrapped(name: str, folder: Path) -> tuple[Any, Any]:
+    """A model that knows nothing of the checkpoint, with other values."""
+    case = CASES[name]
+    model = build(frozen=case.get("frozen", False))
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.fill_(0.25)
+    folder.mkdir()
+    config = config_for(folder, **{**ON_HOST, "dtype": case.get("dtype", "fp32")})
+    return infinity.wrap(model, torch.optim.AdamW(groups_of(model), lr=RATE), config)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != REFUSED])
+def test_it_goes_on(name: str, recorded: Path, tmp_path: Path) -> None:
+    """With the same masters and moments, learning rates and losses as in DeepSpeed itself."""
+    case = CASES[name]
+    path, _ = import_deepspeed(str(recorded / name), str(tmp_path / "out"))
+    truth = safetensors.torch.load_file(recorded / name / "truth.safetensors")
+    if case.get("round_robin_gradients"):  # DeepSpeed itself tells these of other parameters
+        truth = {}
+    told = json.loads((recorded / name / "truth.json").read_text())
+    files = {"master": "parameters", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    saved = {kind: saved_in(path, stem) for kind, stem in files.items()}
+    for place, value in truth.items():
+        parameter, kind = place.split("/")
+        assert torch.equal(saved[kind][parameter], value), place
+
+    model, adam = wrapped(name, tmp_path / "run")
+    if case.get("client"):
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(adam, 2)
+    else:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: told["rates"][step][0] / RATE)
+    state = infinity.load(adam, path, state={"scheduler": scheduler})
+    assert state["deepspeed"]["epoch"] == 2
+    assert torch.equal(state["deepspeed"]["order"], torch.arange(3))
+    assert infinity.metrics(adam)["steps"] == STEPS
+    assert torch.equal(model.get_buffer("shift"), torch.arange(3) / 10)
+    l2 = case.get("params", {}).get("adam_w_mode") is False
+    assert [group["decoupled_weight_decay"] for group in adam.param_groups] == [not l2] * 2
+    losses = []
+    for step in range(STEPS, STEPS + MORE):
+        assert [group["lr"] for group in adam.param_groups] == pytest.approx(told["rates"][step])
+        loss = loss_of(model, step)
+        adam.scale(loss).backward()
+        adam.step()
+        adam.zero_grad()
+        if step + 1 < len(told["rates"]):
+            scheduler.step()
+        losses.append(loss.item())
+    assert losses == pytest.approx(told["losses"][STEPS:], rel=1e-5 if "dtype" not in case else 1e-4)
+    infinity.close(adam)
+
+
+def test_tied_and_frozen_parameters(recorded: Path, tmp_path: Path) -> None:
+    for name in ("stage2-bf16", "stage3-fp32", "bf16-optimizer", "universal-stage3"):
+        path, _ = import_deepspeed(str(recorded / name), str(tmp_path / name))
+        described = find(path).content["parameters"]
+        assert described["embed.weight"]["tied"] == ["head.weight"]
+        trained = {"embed.weight", "second.weight", "second.bias", "norm.weight", "norm.bias", "scale"}
+        assert {n for n, p in described.items() if p["trainable"]} == trained
+        frozen = saved_in(path, "parameters")["first.weight"]
+        assert torch.equal(frozen, build().first.weight.to(frozen.dtype)), name
+
+
+def test_frozen_parameters_may_be_in_any_group(recorded: Path, tmp_path: Path) -> None:
+    path, _ = import_deepspeed(str(recorded / "stage3-fp32"), str(tmp_path / "out"))
+    model = build(frozen=True)
+    (tmp_path / "run").mkdir()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
+    _, adam = infinity.wrap(model, torch.optim.AdamW(groups), config_for(tmp_path / "run", **ON_HOST))
+    infinity.load(adam, path)
+    assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0]
+    infinity.close(adam)
+
+
+def test_the_loss_scale_is_that_of_the_run(recorded: Path, tmp_path: Path) -> None:
+    path, _ = import_deepspeed(str(recorded / "stage3-fp16"), str(tmp_path / "out"))
+    counts = find(path).content["counts"]
+    assert counts == {"steps": 3, "skipped_steps": 0, "loss_scale": 512.0, "good_steps": 3}
+
+
+def test_generators_stay_as_they_are(recorded: Path, tmp_path: Path) -> None:
+    path, _ = import_deepspeed(str(recorded / "stage1-fp32"), str(tmp_path / "out"))
+    _, adam = wrapped("stage1-fp32", tmp_path / "run")
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    infinity.load(adam, path)
+    assert torch.equal(torch.get_rng_state(), before)
+    infinity.close(adam)
+
+
+def test_what_was_not_saved_stays(copied: Any, tmp_path: Path) -> None:
+    """Frozen parameters that the run left out, as with PEFT."""
+    saved, tag = copied("stage2-bf16")
+
+    def leave_out(content: Any) -> None:
+        for name in ("first.weight", "first.bias"):
+            del content["module"][name]
+        content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
+
+    edit(tag / "mp_rank_00_model_states.pt", leave_out)
+    path, _ = import_deepspeed(str(saved), str(tmp_path / "out"))
+    model, adam = wrapped("stage2-bf16", tmp_path / "run")
+    with pytest.raises(StateDictError, match=r"first\.weight"):
+        infinity.load(adam, path)
+    infinity.load(adam, path, strict=False)
+    assert infinity.metrics(adam)["steps"] == STEPS
+    with infinity.gathered(model):
+        assert (model.first.weight == 0.25).all()
+        assert not (model.second.weight == 0.25).all()
+    infinity.close(adam)
+
+
+def test_no_code_of_a_file_runs(copied: Any, tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path / 'harm'}",)
+
+    saved, tag = copied("stage1-fp32")
+    edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[Harmful()], kept=1))
+    path, foreign = import_deepspeed(str(saved), str(tmp_path / "out"))
+    assert not (tmp_path / "harm").exists()
+    assert foreign.left_out == ["the model's file['harm'][0] (posix.system)"]
+    _, adam = wrapped("stage1-fp32", tmp_path / "run")
+    state = infinity.load(adam, path)
+    assert state["deepspeed"]["harm"] == [None]
+    assert state["deepspeed"]["kept"] == 1
+    infinity.close(adam)
+
+
+#: Writes a checkpoint of ZeRO 1 with one large parameter, imports it, and prints the memory that took.
+LARGE = """
+import json, os, sys
+import torch
+from infinity.api.import_deepspeed import import_deepspeed
+from infinity.cli.measure import Peak
+
+folder, rows = sys.argv[1], int(sys.argv[2])
+values = torch.rand(rows, 1024)
+group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "params": [0]}
+state = {"step": 3, "exp_avg": values.view(-1), "exp_avg_sq": values.view(-1)}
+model = {"param_shapes": [{"large": values.shape}], "module": {"large": values.bfloat16()}}
+steps = {"global_steps": 3, "skipped_steps": 0, "shared_params": {}, "buffer_names": []}
+optimizer = {
+    "single_partition_of_fp32_groups": [values.view(-1)], "partition_count": 1, "group_paddings": [0],
+    "base_optimizer_state": {"state": {0: state}, "param_groups": [group]},
+}
+os.makedirs(folder + "/saved")
+torch.save(model | steps, folder + "/saved/mp_rank_00_model_states.pt")
+torch.save({"optimizer_state_dict": optimizer}, folder + "/saved/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+del values, state, model, optimizer
+with Peak(interval=0.002) as peak:
+    import_deepspeed(folder + "/saved", folder + "/out")
+print(json.dumps(peak.nbytes))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    done = python("-c", LARGE, str(tmp_path), "24576")  # 96 MiB each of masters and moments
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) < 60 << 20
+
+
+def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    assert run(["import-deepspeed", str(recorded / "stage2-l2"), str(tmp_path / "out"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["steps"], result["parameters"], result["frozen"]) == (3, 8, 0)
+    assert [group["decoupled_weight_decay"] for group in result["groups"]] == [False, False]
+    assert run(["import-deepspeed", str(recorded / "stage2-bf16"), str(tmp_path / "second")]) == 0
+    shown = capsys.readouterr().out
+    assert "8 parameters, 2 of them frozen, after 3 steps" in shown
+    assert "AdamW, 2 parameters, lr 0.01, weight decay 0.1" in shown
+    assert run(["import-deepspeed", str(recorded / "stage2-bf16"), str(tmp_path / "second")]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_the_configuration_beside_it_comes_along(copied: Any, tmp_path: Path) -> None:
+    saved, _ = copied("stage1-fp32")
+    (saved / "config.json").write_text('{"model_type": "llama"}')
+    (saved / "generation_config.json").write_text("no JSON")
+    path, _ = import_deepspeed(str(saved), str(tmp_path / "out"))
+    assert find(path).content["texts"] == {"config.json": '{"model_type": "llama"}'}
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+Change = Callable[[Any], object]
+
+
+def _of_model(change: Change) -> Callable[[Path], object]:
+    return lambda tag: edit(tag / "mp_rank_00_model_states.pt", change)
+
+
+def _of_rank(change: Change) -> Callable[[Path], object]:
+    return lambda tag: edit(tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt", change)
+
+
+def _of_all(change: Change) -> Callable[[Path], object]:
+    return lambda tag: [edit(path, change) for path in sorted(tag.glob("*optim_states.pt"))]
+
+
+def _option(name: str, value: Any) -> Change:
+    def change(content: Any) -> None:
+        for group in content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            group[name] = value
+
+    return change
+
+
+def _other_weight(content: Any) -> None:
+    content["module"]["first.bias"].add_(1)
+
+
+def _moment(content: Any) -> None:
+    content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["max_exp_avg_sq"] = torch.zeros(3)
+
+
+#: What is done to stage1-fp32, and what the error says.
+REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "tensor parallel": (lambda tag: (tag / "mp_rank_01_model_states.pt").touch(), "tensor or pipeline"),
+    "tensor parallel, by its size": (_of_model(lambda c: c.update(mp_world_size=2)), "tensor parallelism"),
+    "pipeline": (lambda tag: (tag / "layer_00-model_00-model_states.pt").touch(), "pipeline parallelism"),
+    "pipeline, by its size": (
+        _of_model(lambda c: c["checkpoint_parallel_dimensions"].update(pp_degree=2)),
+        "pipeline parallelism",
+    ),
+    "experts": (lambda tag: (tag / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(), "expert"),
+    "experts, by their number": (_of_model(lambda c: c.update(num_experts=[4])), "expert parallelism"),
+    "groups of other ranks": (
+        _of_all(lambda c: c["optimizer_state_dict"].update(partition_count=[2, 1])),
+        "expert parallelism",
+    ),
+    "a missing rank": (
+        lambda tag: (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
+        "the files of all ranks",
+    ),
+    "no optimizer": (lambda tag: [path.unlink() for path in tag.glob("*optim*")], "no state of an optimizer"),
+    "no ZeRO": (_of_model(lambda c: c.update(param_shapes=None)), "without ZeRO"),
+    "another optimizer": (_of_model(lambda c: c["ds_config"]["optimizer"].update(type="Lamb")), "Lamb"),
+    "amsgrad": (_of_all(_option("amsgrad", True)), "amsgrad=True"),
+    "no correction": (_of_all(_option("bias_correction", False)), "bias_correction=False"),
+    "another moment": (_of_rank(_moment), "max_exp_avg_sq"),
+    "elastic": (
+        _of_all(lambda c: c["optimizer_state_dict"].update(base_optimizer_state=[{}, {}])),
+        "elastic_checkpoint",
+    ),
+    "another weight": (_of_model(_other_weight), "'first.bias'"),
+    "another order": (
+        _of_model(lambda c: c.update(param_shapes=[dict(reversed(g.items())) for g in c["param_shapes"]])),
+        "another value in the optimizer than in the model",
+    ),
+    "other sizes": (
+        _of_model(lambda c: c["param_shapes"][0].update({"first.weight": torch.Size([30, 5])})),
+        "another layout",
+    ),
+    "a wrong padding": (
+        _of_rank(lambda c: c["optimizer_state_dict"].update(group_paddings=[2, 0])),
+        "another layout",
+    ),
+    "too few groups": (_of_model(lambda c: c["param_shapes"].pop()), "do not fit its param_shapes"),
+    "no steps": (_of_model(lambda c: c.pop("global_steps")), "'global_steps', of int"),
+    "a tag elsewhere": (lambda tag: (tag.parent / "latest").write_text("../elsewhere"), "names no directory"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_it_is_refused(what: str, copied: Any, tmp_path: Path) -> None:
+    saved, tag = copied("stage1-fp32")
+    change, said = REFUSALS[what]
+    change(tag)
+    with pytest.raises(DataError) as raised:
+        import_deepspeed(str(saved), str(tmp_path / "out"))
+    assert said in str(raised.value)
+    assert raised.value.cure
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_universal_ones_of_exchanged_parameters_are_refused(copied: Any, tmp_path: Path) -> None:
+    """DeepSpeed's converter takes values for those of other parameters, if it says so or not."""
+    saved, tag = copied(REFUSED)
+    with pytest.raises(DataError, match="round_robin_gradients"):
+        import_deepspeed(str(saved), str(tmp_path / "out"))
+    edit(
+        tag / "mp_rank_00_model_states.pt",
+        lambda content: content["ds_config"]["zero_optimization"].pop("round_robin_gradients"),
+    )
+    with pytest.raises(DataError, match="another value in the optimizer than in the model"):
+        import_deepspeed(str(saved), str(tmp_path / "out"))
+
+
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="cannot look into"):
+        import_deepspeed(str(tmp_path / "nothing"), str(tmp_path / "out"))
+    with pytest.raises(DataError, match="not one checkpoint of DeepSpeed"):
+        import_deepspeed(str(tmp_path), str(tmp_path / "out"))
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in containers."""
+    if place:
+        yield place
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield from _places(inner, (*place, key))
+
+
+ODD = (
+    None,
+    0,
+    5,
+    -1,
+    1 << 70,
+    0.5,
+    float("nan"),
+    "x",
+    b"x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    (1,),
+    True,
+    torch.ones(2),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("stage1-fp32", 0),
+        ("stage3-fp32", 0),
+        *(
+            pytest.param(name, 1, marks=pytest.mark.full)
+            for name in ("universal-stage3", "stage2-bf16", "bf16-optimizer", "client")
+        ),
+    ],
+)
+def test_odd_values_are_errors_that_say_so(name: str, seed: int, copied: Any, tmp_path: Path) -> None:
+    """Whatever a file has in place of one of its values."""
+    generator = random.Random(seed)
+    saved, tag = copied(name)
+    files = sorted(path for path in tag.rglob("*.pt") if path.parent == tag or path.parent.name == "zero")
+    for _ in range(15):
+        path = generator.choice(files)
+        whole = path.read_bytes()
+
+        def change(content: Any) -> None:
+            *outer, last = generator.choice(list(_places(content)))
+            for key in outer:
+                content = content[key]
+            content[last] = generator.choice(ODD)
+
+        edit(path, change)
+        with contextlib.suppress(InfinityError):
+            import_deepspeed(str(saved), str(tmp_path / "out"))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        path.write_bytes(whole)
+
+
+def _damages(path: Path) -> Iterator[bytes]:
+    """A file with a byte that is another one, at some places, and cut off."""
+    content = path.read_bytes()
+    for at in range(3, len(content), len(content) // 15):
+        yield content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1 :]
+    for length in range(0, len(content), len(content) // 5):
+        yield content[:length]
+
+
+@pytest.mark.parametrize("name", ["stage1-fp32", pytest.param("stage3-fp32", marks=pytest.mark.full)])
+def test_damage_is_found(name: str, copied: Any, tmp_path: Path) -> None:
+    """Whatever byte is another one: an error that says so, and no checkpoint; or nothing has changed."""
+    saved, tag = copied(name)
+    path, _ = import_deepspeed(str(saved), str(tmp_path / "right"))
+    stems = ("parameters", "exp_avg", "exp_avg_sq", "buffers")
+    right = [saved_in(path, stem) for stem in stems]
+    errors = 0
+    for file in sorted(tag.glob("*.pt")):
+        whole = file.read_bytes()
+        for damaged in _damages(file):
+            file.write_bytes(damaged)
+            try:
+                path, _ = import_deepspeed(str(saved), str(tmp_path / "out"))
+            except (CorruptionError, DataError):
+                errors += 1
+                assert not list((tmp_path / "out").glob("*"))
+                continue
+            for stem, expected in zip(stems, right, strict=True):
+                there = saved_in(path, stem)
+                assert there.keys() == expected.keys()
+                assert all(torch.equal(there[name], value) for name, value in expected.items())
+            shutil.rmtree(tmp_path / "out")
+        file.write_bytes(whole)
+    assert errors > 20
