@@ -33,8 +33,8 @@ from infinity.storage.checkpoints import list_checkpoints
 from infinity.storage.folder import sync
 
 _Class = TypeVar("_Class", bound=type)
-#: Methods of Trainer that are not for users, with the parameters that they must have. They are overridden here;
-#: the first one tells accelerate the precision of the arguments, which older versions do by the environment.
+#: Methods of Trainer that are not for users, with the parameters that they must have; overridden here.
+#: The first one tells accelerate the precision of the arguments, which older versions do by the environment.
 _HOOKS: Final = {
     "_build_accelerator_args": ("kwargs",),
     "create_accelerator_and_postprocess": (),
