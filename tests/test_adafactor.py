@@ -199,7 +199,10 @@ def test_what_is_not_available_is_refused(tmp_path: Path) -> None:
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize("wrong", ["lacks a factor", "another shape", "of AdamW"])
+WRONG: dict[str, Any] = {"row_var": [1.0], "step": -1.0, "col_var": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("wrong", ["lacks a factor", "another shape", "of AdamW", *WRONG])
 def test_another_state_dict_is_refused(wrong: str, tmp_path: Path) -> None:
     model = Net()
     wrapped, optimizer = infinity.wrap(model, adafactor(model.parameters()), config_for(tmp_path))
@@ -213,6 +216,8 @@ def test_another_state_dict_is_refused(wrong: str, tmp_path: Path) -> None:
         bad = adamw.state_dict()
     elif wrong == "another shape":
         bad["state"][0]["row_var"] = bad["state"][0]["row_var"].T
+    elif wrong in WRONG:
+        bad["state"][0][wrong] = WRONG[wrong]
     else:
         del bad["state"][0]["col_var"]
     with pytest.raises(StateDictError):
@@ -226,6 +231,23 @@ def test_another_state_dict_is_refused(wrong: str, tmp_path: Path) -> None:
         for a, b in zip(good["state"][0].values(), optimizer.state_dict()["state"][0].values(), strict=True)
     )
     assert wanted.keys() == state_of(wrapped).keys()
+    infinity.close(optimizer)
+
+
+def test_a_wrong_option_is_named_and_may_be_corrected(tmp_path: Path) -> None:
+    plain = Net()
+    theirs = adafactor(plain.parameters())
+    run_net(plain, theirs, range(2))
+    model = Net()
+    wrapped, optimizer = infinity.wrap(model, adafactor(model.parameters()), config_for(tmp_path))
+    run_net(wrapped, optimizer, range(1))
+    loss_of_net(wrapped, 1).backward()
+    good, optimizer.param_groups[0]["eps"] = optimizer.param_groups[0]["eps"], 1e-3
+    with pytest.raises(OptimizerTypeError, match=r"(?s)eps=0\.001.*TypeError.*correct the option"):
+        optimizer.step()
+    optimizer.param_groups[0]["eps"] = good
+    optimizer.step()
+    assert_equal(state_of(wrapped), {n: {"value": p.detach()} for n, p in plain.named_parameters()})
     infinity.close(optimizer)
 
 

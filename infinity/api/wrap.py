@@ -42,9 +42,9 @@ def wrap(
     Args:
         model: any `nn.Module` with dense floating-point parameters.
         optimizer: `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad`, a Lion (`infinity.optim.Lion`, or that of
-            timm, bitsandbytes or lion_pytorch), or `infinity.optim.Muon`, over its trainable parameters. The
-            other elementwise optimizers of torch (RMSprop, Adadelta, Adamax, RAdam, NAdam, ASGD, Rprop) run
-            by their own code, which is slower, with a warning.
+            timm, bitsandbytes or lion_pytorch), or `infinity.optim.Muon`, over its trainable parameters. Of
+            torch's others RMSprop, Adadelta, Adamax, RAdam, NAdam, ASGD, Rprop and Adafactor run by their own
+            code, which is slower, with a warning.
         config: budgets and placements.
         mesh: the ranks that train the model together, in one dimension. None: the ranks of the default
             process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks

@@ -105,8 +105,16 @@ def match(
                 found=f"no {', '.join(lacking)}",
                 cure=f"load a whole state dict of {rule.kind}, saved with the options that it has here",
             )
+        _check_step(values.get("step", 0), sharded.name)
         for key, shape in rule.shapes_of(sharded.spec.shape).items():
             value = values.get(key)
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise StateDictError(
+                    f"{key} of {sharded.name!r} is no tensor",
+                    expected=f"a tensor of shape {shape}",
+                    found=f"a {type(value).__name__}",
+                    cure="load the state dict unchanged",
+                )
             if value is not None and tuple(value.shape) != shape:
                 raise StateDictError(
                     f"{key} of {sharded.name!r} has another shape",
@@ -116,3 +124,17 @@ def match(
                 )
         pairs.append((sharded, values))
     return pairs
+
+
+def _check_step(step: Any, name: str) -> None:
+    try:
+        is_count = float(step) >= 0 and float(step).is_integer()
+    except (TypeError, ValueError, RuntimeError):
+        is_count = False
+    if not is_count:
+        raise StateDictError(
+            f"step of {name!r} in the state dict is no count",
+            expected="the number of updates: 0, 1, 2, …",
+            found=repr(step),
+            cure="load the state dict unchanged",
+        )

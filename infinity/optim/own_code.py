@@ -66,7 +66,14 @@ class Code:
         try:
             state = self._run(_ones(2), _ones(2), {}, group)
         except Exception as error:  # whatever a user's class raises
-            raise self.refused(f"its `step()` raises {type(error).__name__}: {error}") from error
+            shown = ", ".join(f"{name}={value!r}" for name, value in group.items())
+            raise OptimizerTypeError(
+                f"{self.kind.__module__}.{self.kind.__qualname__} cannot make a step with these options",
+                expected="options with which its `step()` updates a parameter of two elements",
+                found=f"with {shown}, `step()` raises {type(error).__name__}: {error}",
+                cure="correct the option in optimizer.param_groups; or train with another optimizer, such as "
+                "torch.optim.AdamW(model.parameters(), ...)",
+            ) from error
         moments, counters = [], {}
         for name, value in state.items():
             is_tensor = isinstance(value, torch.Tensor)

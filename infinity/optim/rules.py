@@ -380,7 +380,9 @@ def rule_of(optimizer: object, *, elementwise: bool = False) -> Rule:
             "this optimizer cannot be offloaded",
             expected=EXPECTED,
             found=named,
-            cure=f"{EXAMPLE}; or, if it updates each element by itself, wrap(…, elementwise=True)",
+            cure="torch.optim.Adafactor, which has other options"
+            if kind.__name__ == ADAFACTOR
+            else f"{EXAMPLE}; or, if it updates each element by itself, wrap(…, elementwise=True)",
         )
     if rule is None:
         for index, group in enumerate(optimizer.param_groups):
