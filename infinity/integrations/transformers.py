@@ -33,8 +33,9 @@ from infinity.storage.checkpoints import list_checkpoints
 from infinity.storage.folder import sync
 
 _Class = TypeVar("_Class", bound=type)
-#: Methods of Trainer that are not for users, with the parameters that they must have. They are overridden here;
-#: the first one tells accelerate the precision of the arguments, which older versions do by the environment.
+#: Methods of Trainer that are not for users, with the parameters that they must have. The first one gives
+#: accelerate the precision of the arguments, which older versions do by the environment; the others are
+#: overridden here.
 _HOOKS: Final = {
     "_build_accelerator_args": ("kwargs",),
     "create_accelerator_and_postprocess": (),
