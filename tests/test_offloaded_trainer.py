@@ -186,8 +186,8 @@ def test_a_checkpoint_that_cannot_be_removed_stays(
         rmtree(path, *given, **named)
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
+    trainer = offloaded(transformers.Trainer)
     with pytest.warns(RuntimeWarning, match="checkpoint-2 stays: .*not permitted"):
-        trainer = offloaded(transformers.Trainer)
         found = Trained(trainer, tmp_path / "out", config, **SAVING, save_total_limit=2)
     assert found.checkpoints == ["checkpoint-2", "checkpoint-6", f"checkpoint-{STEPS}"]
 
