@@ -177,6 +177,21 @@ def test_a_save_that_fails_removes_nothing(
     infinity.close(run.model)
 
 
+def test_a_checkpoint_that_cannot_be_removed_stays(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rmtree(path: Any, *given: Any, rmtree: Any = shutil.rmtree, **named: Any) -> None:
+        if Path(path).name == "checkpoint-2":
+            raise PermissionError(1, "not permitted")
+        rmtree(path, *given, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    trainer = offloaded(transformers.Trainer)
+    with pytest.warns(RuntimeWarning, match="checkpoint-2 stays: .*not permitted"):
+        found = Trained(trainer, tmp_path / "out", config, **SAVING, save_total_limit=2)
+    assert found.checkpoints == ["checkpoint-2", "checkpoint-6", f"checkpoint-{STEPS}"]
+
+
 def test_weights_alone_are_a_checkpoint_too(
     transformers: Any, offloaded: Any, config: Any, tmp_path: Path
 ) -> None:

@@ -33,8 +33,9 @@ from infinity.storage.checkpoints import list_checkpoints
 from infinity.storage.folder import sync
 
 _Class = TypeVar("_Class", bound=type)
-#: Methods of Trainer that are not for users, with the parameters that they must have; overridden here.
-#: The first one tells accelerate the precision of the arguments, which older versions do by the environment.
+#: Methods of Trainer that are not for users, with the parameters that they must have. The first one gives
+#: accelerate the precision of the arguments, which older versions do by the environment; the others are
+#: overridden here.
 _HOOKS: Final = {
     "_build_accelerator_args": ("kwargs",),
     "create_accelerator_and_postprocess": (),
@@ -271,8 +272,8 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         self._directory, self._written = directory, [*(n for n in before if n != name), name]
         super()._save_checkpoint(model, trial)
         newest = os.path.join(directory, name)
-        for name in os.listdir(newest):  # of each rank its own; what there is of others is synced twice
-            sync(os.path.join(newest, name))
+        for file in os.listdir(newest):  # of each rank its own; what there is of others is synced twice
+            sync(os.path.join(newest, file))
         sync(newest)
         best = self.state.best_model_checkpoint
         self._rotate({newest} if best is None else {newest, best})
@@ -324,7 +325,10 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
         def remove() -> None:
             for path in old:
-                shutil.rmtree(path, onerror=_warn)
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    warnings.warn(f"the checkpoint {path} stays: {error}", RuntimeWarning, stacklevel=2)
 
         self._together("the removal of checkpoints", remove)
 
@@ -339,10 +343,6 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 def _generate(generate: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """A rank whose texts have ended takes part in the forwards of the others."""
     return generate(*given, **{**named, "synced_gpus": True})
-
-
-def _warn(_: Any, path: str, error: Any) -> None:
-    warnings.warn(f"an older checkpoint stays in part: {path}: {error[1]}", RuntimeWarning, stacklevel=2)
 
 
 @contextlib.contextmanager
