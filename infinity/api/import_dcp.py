@@ -44,6 +44,7 @@ from .foreign import (
     options_of_adam,
     other_optimizer,
     plain,
+    scheduler_beside,
     shape_in,
     texts_beside,
     write,
@@ -80,9 +81,7 @@ def import_dcp(directory: str, path: str, progress: Progress | None = None) -> t
         foreign = _foreign(saved)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise not_of(_PROGRAM, directory, error) from error
-    return write(
-        foreign, path, texts_beside(directory, os.path.dirname(os.path.abspath(directory))), progress
-    ), foreign
+    return write(foreign, path, texts_beside(*saved.around), progress), foreign
 
 
 class _Chunk(NamedTuple):
@@ -107,12 +106,14 @@ class _Saved:
     """What the directories of a checkpoint have, by name.
 
     Attributes:
+        around: this directory, and the one that has it.
         entries: tensors and other values.
         paths: the parts of a name.
     """
 
     def __init__(self, directory: str) -> None:
         self.path = directory
+        self.around = (directory, os.path.dirname(os.path.abspath(directory)))
         self.entries: dict[str, _Entry] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         for folder in _folders_of(directory):
@@ -333,7 +334,9 @@ def _foreign(saved: _Saved) -> Foreign:
     for alias, name in tied.items():
         parameters[name].tied.append(alias)
     left_out: list[str] = []
-    state = _further(saved, {*of_model.values()}, optimizer, left_out)
+    further = _further(saved, {*of_model.values()}, optimizer, left_out)
+    if "scheduler" not in further and (scheduler := scheduler_beside(left_out, *saved.around)) is not None:
+        further["scheduler"] = scheduler
 
     @contextlib.contextmanager
     def values(name: str) -> Iterator[Values]:
@@ -343,7 +346,7 @@ def _foreign(saved: _Saved) -> Foreign:
             yield dict(zip(names, extents, strict=True))
 
     counts: dict[str, float] = {"steps": steps, "skipped_steps": 0}
-    return Foreign(saved.path, counts, groups, parameters, values, {}, state, left_out, lambda: None)
+    return Foreign(saved.path, counts, groups, parameters, values, {}, further, left_out, lambda: None)
 
 
 def _scalar(saved: _Saved, name: str) -> Any:
