@@ -135,7 +135,9 @@ def shape_in(value: Any, name: str, path: str) -> tuple[int, ...]:
 def number_in(value: Any) -> float | None:
     """Return a number, or that of a tensor with one; None: it is neither, or not finite."""
     if isinstance(value, SavedTensor) and value.numel == 1:
-        value = value.whole().item()
+        value = value.whole()
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < _MOST else None
 
