@@ -109,6 +109,14 @@ def test_the_directory_of_the_model_alone_does(recorded: Path, tmp_path: Path) -
     assert saved_in(path, "exp_avg")["embed.weight"].abs().sum() > 0
 
 
+def test_a_scheduler_beside_it_comes_along(recorded: Path, tmp_path: Path) -> None:
+    """accelerate's."""
+    shutil.copytree(recorded / "accelerate", tmp_path / "saved")
+    torch.save({"last_epoch": 3, "_step_count": 4}, tmp_path / "saved" / "scheduler.bin")
+    _, foreign = import_dcp(str(tmp_path / "saved"), str(tmp_path / "out"))
+    assert foreign.state["scheduler"] == {"last_epoch": 3, "_step_count": 4}
+
+
 def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import-dcp", str(recorded / "flat"), str(tmp_path / "out"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

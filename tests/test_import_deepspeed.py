@@ -271,6 +271,18 @@ def test_the_configuration_beside_it_comes_along(copied: Any, tmp_path: Path) ->
     assert find(path).content["texts"] == {"config.json": '{"model_type": "llama"}'}
 
 
+def test_a_scheduler_beside_it_comes_along(copied: Any, tmp_path: Path) -> None:
+    """Trainer's, where DeepSpeed has none."""
+    saved, tag = copied("stage1-fp32")
+    torch.save({"last_epoch": 3, "base_lrs": [0.5], "lr_lambdas": [None]}, saved / "scheduler.pt")
+    assert import_deepspeed(str(saved), str(tmp_path / "a"))[1].state["scheduler"]["lr_lambdas"] == [None] * 2
+    edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(lr_scheduler=None))
+    assert import_deepspeed(str(saved), str(tmp_path / "b"))[1].state["scheduler"]["base_lrs"] == [0.5]
+    (saved / "scheduler.pt").write_bytes(b"damaged")
+    with pytest.raises(CorruptionError, match=r"scheduler\.pt"):
+        import_deepspeed(str(saved), str(tmp_path / "c"))
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 Change = Callable[[Any], object]
@@ -314,6 +326,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "pipeline parallelism",
     ),
     "experts": (lambda tag: (tag / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(), "expert"),
+    "experts of AutoEP": (_of_model(lambda c: c.update(ds_autoep_layers=[{}])), "expert parallelism"),
     "experts, by their number": (_of_model(lambda c: c.update(num_experts=[4])), "expert parallelism"),
     "groups of other ranks": (
         _of_all(lambda c: c["optimizer_state_dict"].update(partition_count=[2, 1])),

@@ -19,7 +19,7 @@ from infinity.core.errors import DataError, DirectoryError
 from infinity.hardware.deferral import Deferral
 from infinity.storage.checkpoints import Save
 from infinity.storage.interrupt import GRACE, interrupted
-from infinity.storage.pickled import Global, Record, SavedTensor
+from infinity.storage.pickled import Global, Record, SavedTensor, TorchFile
 from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import Spec, nbytes_of
 
@@ -135,7 +135,9 @@ def shape_in(value: Any, name: str, path: str) -> tuple[int, ...]:
 def number_in(value: Any) -> float | None:
     """Return a number, or that of a tensor with one; None: it is neither, or not finite."""
     if isinstance(value, SavedTensor) and value.numel == 1:
-        value = value.whole().item()
+        value = value.whole()
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < _MOST else None
 
@@ -244,6 +246,25 @@ def texts_beside(*directories: str) -> dict[str, str]:
                 if name not in found and isinstance(json.loads(text), dict):
                     found[name] = text
     return found
+
+
+def scheduler_beside(left_out: list[str], *directories: str) -> dict[str, Any] | None:
+    """Return the state of a learning rate scheduler that Trainer or accelerate has saved in one of these
+    directories; None: there is none.
+
+    Raises:
+        DirectoryError, CorruptionError: it cannot be read.
+    """
+    for directory in directories:
+        for name in ("scheduler.pt", "scheduler.bin"):
+            path = os.path.join(directory, name)
+            if os.path.isfile(path):
+                with TorchFile(path) as file:
+                    state = plain(file.value, left_out, name)
+                    file.check()
+                if isinstance(state, dict) and "last_epoch" in state:
+                    return state
+    return None
 
 
 def check_new(path: str) -> None:

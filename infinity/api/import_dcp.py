@@ -44,6 +44,7 @@ from .foreign import (
     options_of_adam,
     other_optimizer,
     plain,
+    scheduler_beside,
     shape_in,
     texts_beside,
     write,
@@ -80,9 +81,7 @@ def import_dcp(directory: str, path: str, progress: Progress | None = None) -> t
         foreign = _foreign(saved)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise not_of(_PROGRAM, directory, error) from error
-    return write(
-        foreign, path, texts_beside(directory, os.path.dirname(os.path.abspath(directory))), progress
-    ), foreign
+    return write(foreign, path, texts_beside(*saved.around), progress), foreign
 
 
 class _Chunk(NamedTuple):
@@ -103,16 +102,22 @@ class _Entry(NamedTuple):
     chunks: list[_Chunk]
 
 
+def _is_large(found: _Entry) -> bool:
+    return found.dtype is not None and math.prod(found.shape) * found.dtype.itemsize > _LARGE
+
+
 class _Saved:
     """What the directories of a checkpoint have, by name.
 
     Attributes:
+        around: this directory, and the one that has it.
         entries: tensors and other values.
         paths: the parts of a name.
     """
 
     def __init__(self, directory: str) -> None:
         self.path = directory
+        self.around = (directory, os.path.dirname(os.path.abspath(directory)))
         self.entries: dict[str, _Entry] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         for folder in _folders_of(directory):
@@ -147,8 +152,10 @@ class _Saved:
         self.paths |= parts if isinstance(parts, dict) else {}
 
     def value(self, name: str) -> Any:
-        """Return a value that is no large tensor."""
+        """Return a value that is no large tensor; None, where it is one."""
         found = self.entries[name]
+        if found.dtype is not None and _is_large(found):
+            return None
         if found.dtype is not None:
             with _opened(self, name) as (extents,):
                 pieces = [e.tensor.part(e.first, e.numel) for e in extents]
@@ -307,7 +314,7 @@ def _foreign(saved: _Saved) -> Foreign:
         for name, found in saved.entries.items()
         if found.dtype is not None and name.startswith(prefix) and not _of_optimizer(name, optimizer)
     }
-    parameters, tied = {}, _tied(saved, of_model, trained)
+    parameters, tied, frozen = {}, _tied(saved, of_model, trained), of_model.keys() - {*trained}
     steps = 0
     for name, full in of_model.items():
         if name in tied:
@@ -321,19 +328,21 @@ def _foreign(saved: _Saved) -> Foreign:
         for kind in kinds:
             if saved.entries[state[kind]].shape != found.shape:
                 raise _incomplete(saved.path, state[kind], f"{found.shape}", "another shape")
-        if name not in set(trained):
+        if name in frozen:
             assert found.dtype is not None
             parameters[name] = ForeignParameter(found.shape, found.dtype, trainable=False)
             continue
         if kinds and "step" not in state:
             raise other_optimizer(saved.path, f"moments of {name!r} without their step")
-        step = count_in(_scalar(saved, state["step"]), 0) if kinds else 0
+        step = count_in(saved.value(state["step"]), 0) if kinds else 0
         steps = max(steps, step)
         parameters[name] = ForeignParameter(found.shape, step=step, moments=kinds)
     for alias, name in tied.items():
         parameters[name].tied.append(alias)
     left_out: list[str] = []
-    state = _further(saved, {*of_model.values()}, optimizer, left_out)
+    further = _further(saved, {*of_model.values()}, optimizer, left_out)
+    if "scheduler" not in further and (scheduler := scheduler_beside(left_out, *saved.around)) is not None:
+        further["scheduler"] = scheduler
 
     @contextlib.contextmanager
     def values(name: str) -> Iterator[Values]:
@@ -343,12 +352,7 @@ def _foreign(saved: _Saved) -> Foreign:
             yield dict(zip(names, extents, strict=True))
 
     counts: dict[str, float] = {"steps": steps, "skipped_steps": 0}
-    return Foreign(saved.path, counts, groups, parameters, values, {}, state, left_out, lambda: None)
-
-
-def _scalar(saved: _Saved, name: str) -> Any:
-    value = saved.value(name) if math.prod(saved.entries[name].shape) == 1 else None
-    return value.item() if isinstance(value, torch.Tensor) else value
+    return Foreign(saved.path, counts, groups, parameters, values, {}, further, left_out, lambda: None)
 
 
 def _optimizer_of(saved: _Saved) -> _Optimizer:
@@ -477,7 +481,7 @@ def _further(saved: _Saved, of_model: set[str], optimizer: _Optimizer, left_out:
     for name, found in saved.entries.items():
         if name in of_model or _of_optimizer(name, optimizer):
             continue
-        if found.dtype is not None and math.prod(found.shape) * found.dtype.itemsize > _LARGE:
+        if _is_large(found):
             left_out.append(f"{name} (a tensor of {found.shape})")
             continue
         inner, parts = state, saved.paths.get(name) or (name,)

@@ -41,6 +41,7 @@ from .foreign import (
     options_of_adam,
     other_optimizer,
     plain,
+    scheduler_beside,
     shape_in,
     texts_beside,
     write,
@@ -92,7 +93,7 @@ def import_deepspeed(directory: str, path: str, progress: Progress | None = None
             foreign = _foreign(files)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise not_of("DeepSpeed", files.path, error) from error
-        texts = texts_beside(files.path, os.path.dirname(os.path.abspath(files.path)))
+        texts = texts_beside(*files.around)
         return write(foreign, path, texts, progress), foreign
 
 
@@ -101,6 +102,7 @@ class _Files:
 
     Attributes:
         path: the directory with the files.
+        around: this directory, and the one that has it.
         model: the value of the first rank's model file, and `model_path`.
         universal: whether it is a universal checkpoint.
     """
@@ -109,6 +111,7 @@ class _Files:
         self._stack = stack
         self._opened: dict[str, TorchFile] = {}
         self.path = _tag_of(directory)
+        self.around = (self.path, os.path.dirname(os.path.abspath(self.path)))
         names = listing(self.path, "DeepSpeed")
         self.universal = _UNIVERSAL in names
         for name in names:
@@ -255,7 +258,7 @@ def _foreign(files: _Files) -> Foreign:
         parameters,
         values,
         buffers,
-        {"deepspeed": further, "scheduler": _scheduler_of(model, len(groups), updates, left_out)},
+        {"deepspeed": further, "scheduler": _scheduler_of(files, len(groups), updates, left_out)},
         left_out,
         files.check,
     )
@@ -297,8 +300,10 @@ def _check_parallel(files: _Files) -> None:
     sizes = {
         "tensor parallelism": (model.get("mp_world_size"), entry_of(dims, "tp_degree")),
         "pipeline parallelism": (entry_of(dims, "pp_degree"),),
-        "expert parallelism": (len(model.get("ds_autoep_layers") or ()), entry_of(model, "num_experts")),
+        "expert parallelism": (model.get("num_experts"),),
     }
+    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
+        raise _of_parallelism(files.path, "expert parallelism", "AutoEP")
     for kind, found in sizes.items():
         for size in found:
             many = [number for number in (size if isinstance(size, list) else [size]) if type(number) is int]
@@ -416,12 +421,13 @@ def _loss_scale_of(state: Any) -> dict[str, float]:
     return {"loss_scale": scale, "good_steps": int(good)}
 
 
-def _scheduler_of(model: Any, groups: int, updates: int, left_out: list[str]) -> dict[str, Any]:
+def _scheduler_of(files: _Files, groups: int, updates: int, left_out: list[str]) -> dict[str, Any]:
     """Return the state of a scheduler: that of torch's, or for one of DeepSpeed's the state that a LambdaLR
     takes: the next learning rate is that of the step which comes next."""
-    saved = plain(model.get("lr_scheduler"), left_out, "lr_scheduler")
-    if isinstance(saved, dict) and "last_epoch" in saved:
-        return saved
+    saved = plain(files.model.get("lr_scheduler"), left_out, "lr_scheduler")
+    of_torch = saved if saved is not None else scheduler_beside(left_out, *files.around)
+    if of_torch is not None and "last_epoch" in of_torch:
+        return of_torch
     done = count_in(entry_of(saved, "last_batch_iteration"), updates - 1) + 1
     return {"last_epoch": done, "_step_count": done + 1, "lr_lambdas": [None] * groups}
 

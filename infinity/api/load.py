@@ -60,7 +60,8 @@ def load(
     """Load a checkpoint into a wrapped model and its optimizer, to resume the run.
 
     The model may have another placement, other chunks, another compute dtype and another number of ranks than
-    the saved run. Param groups get the saved options. The random number generators get their saved states.
+    the saved run. Param groups get the saved options. The random number generators get their saved states;
+    they stay as they are if the checkpoint is imported from a program that saves none.
 
     With several ranks `load` is a collective, and each rank reads its part of every tensor. All ranks pass
     the same path. The first rank chooses the checkpoint; every rank gets the `state` that the first rank
@@ -74,9 +75,9 @@ def load(
         state: as for `save`. `load` calls `load_state_dict` of each object that has one, with the saved
             values. It replaces other values by the saved ones. Tokenizers stay as they are.
         strict: whether these are errors: parameters that only the model or only the checkpoint has,
-            parameters in other groups, and names in `state` that the checkpoint does not have. If not, `load`
-            loads what both have. For a parameter that is in no group here, such as a frozen one, it loads the
-            values.
+            trained parameters in other groups, and names in `state` that the checkpoint does not have. If
+            not, `load` loads what both have. For a parameter that is in no group here, such as a frozen one,
+            it loads the values.
         progress: a function that `load` calls, on another thread, with the bytes that this rank has read and
             all bytes that it will read. It may not use the model or the optimizer.
 
