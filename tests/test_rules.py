@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import RULES, SGD, Adagrad, Adam, Lion, Options, Segment, rounding_key
 from infinity.optim.rules import rule_of
 
-from .test_cpu_adam import same, values
+from .test_cpu_adam import bits, same, values
 from .whole import OPTIMIZERS
 
 ISAS = cpu_adam.available_isas()
@@ -80,6 +81,22 @@ def test_every_instruction_set_gives_the_bits_of_plain_torch(
                 cpu_adam.set_isa(isa)
                 state.update(cpu_adam.update_segments, grad, cuts)
                 assert state.is_same(plain), (isa, n, step)
+
+
+def test_lion_has_the_zeros_of_plain_torch() -> None:
+    """A parameter of −0 whose direction is 0 or NaN stays −0: on every instruction set, and in the tail."""
+    special = torch.tensor([0.0, -0.0, math.nan, -math.nan])
+    master, moment, grad = torch.cartesian_prod(torch.tensor([0.0, -0.0]), special, special).T.contiguous()
+    for n in (32, 31):
+        cut = [segment(n, Lion(0.9, 0.99), 1)]
+        expected = master[:n].clone()
+        adam_reference.reference_segments(expected, [moment[:n].clone()], grad[:n], None, cut)
+        assert torch.equal(bits(expected), bits(master[:n]))
+        for isa in ISAS:
+            cpu_adam.set_isa(isa)
+            found = master[:n].clone()
+            cpu_adam.update_segments(found, [moment[:n].clone()], grad[:n], None, cut)
+            assert torch.equal(bits(found), bits(expected)), isa
 
 
 @settings(max_examples=60, deadline=None)

@@ -56,8 +56,9 @@ struct Vector {
   static void dstore(double* p, D a) { _mm512_storeu_pd(p, a); }
   static void fence() { _mm_sfence(); }
   static F sign(F x, F size) {
-    F some = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ), size);
-    return _mm512_xor_ps(some, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
+    F bit = _mm512_set1_ps(-0.0f);
+    __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    return _mm512_mask_xor_ps(_mm512_and_ps(size, bit), some, size, _mm512_and_ps(x, bit));
   }
   using U = __m512i;
   static U uset(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }

@@ -130,8 +130,8 @@ struct One {
   static D dset(double x) { return x; }
   static F narrow(const D* d) { return static_cast<float>(d[0]); }
   static void dstore(double* p, D a) { *p = a; }
-  // `size` with the sign of x, 0 where x is 0 or NaN: torch's sign, times a size.
-  static F sign(F x, F size) { return x > 0.0f ? size : x < 0.0f ? -size : 0.0f; }
+  // `size` times torch's sign of x: where x is 0 or NaN, 0 with the sign of `size`.
+  static F sign(F x, F size) { return x > 0.0f ? size : x < 0.0f ? -size : __builtin_copysignf(0.0f, size); }
   using U = uint32_t;
   static U uset(uint32_t x) { return x; }
   static U count() { return 0; }

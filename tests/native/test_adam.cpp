@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <thread>
@@ -275,6 +276,97 @@ void a_split_master_has_the_same_bits() {
         }
 }
 
+// Infinities, NaNs, zeros, subnormals, the ends of the dtypes' ranges, ties of their roundings.
+const uint32_t kSpecial[] = {
+    0x00000000, 0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc12345, 0x7f800001,  // 0, Inf, NaN
+    0x00000001, 0x80000001, 0x007fffff, 0x00800000, 0x80800000, 0x7f7fffff, 0xff7fffff,  // of fp32
+    0x33000000, 0x33000001, 0xb87fe000, 0x38800000, 0x477ff000, 0xc77fefff,              // of fp16
+    0x3f808000, 0x3f818000, 0xbf807fff, 0x7f7f8000, 0x3f800000, 0xbf800000, 0x1e3ce508,  // of bf16
+};
+
+void fill_special(float* p, int64_t n, uint32_t seed) {
+  fill(p, n, seed);
+  std::mt19937 random(seed);
+  for (int64_t i = 0; i < n; ++i)
+    if (uint32_t k = random() % (2 * std::size(kSpecial)); k < std::size(kSpecial))
+      std::memcpy(p + i, kSpecial + k, 4);
+}
+
+void make_special(State& s, int64_t n) {
+  std::vector<float> wide(n);
+  use_isa("scalar");
+  auto put = [&](const Block& to, Dtype d, uint32_t seed) {
+    fill_special(wide.data(), n, seed);
+    convert(to.data(), d, wide.data(), Dtype::f32, n);  // nothing, to codes
+  };
+  if (s.split) put(s.out, s.out_dtype, 1);
+  else put(s.master, Dtype::f32, 1);
+  put(s.exp_avg, s.moment_dtype, 2);
+  put(s.exp_avg_sq, s.moment_dtype, 3);
+  put(s.grad, s.grad_dtype, 4);
+  for (int64_t k = 1; k < blocks_of(n, s.moment_dtype); k += 3)  // the last codes are Inf and NaN
+    s.scales.as<uint32_t>()[k] = s.square_scales.as<uint32_t>()[k] = (0x7fcu - 127u) << 20;
+}
+
+// The same bits, any NaN being as good as another: which of two operands' it is, the compiler may choose.
+bool same_values(const Block& a, const Block& b, int64_t n, Dtype d) {
+  if (a == b || d == Dtype::none || d == Dtype::log8) return a == b;
+  std::vector<uint32_t> x(n), y(n);
+  use_isa("scalar");
+  convert(x.data(), Dtype::f32, a.data(), d, n);
+  convert(y.data(), Dtype::f32, b.data(), d, n);
+  for (int64_t i = 0; i < n; ++i)
+    if (x[i] != y[i] && (x[i] << 1 <= 0xff000000u || y[i] << 1 <= 0xff000000u)) return false;
+  return true;
+}
+
+// Of codes with a sign and the same scales: the sign of a NaN is as good as another.
+bool same_codes(const Block& a, const Block& b, const Block& scales, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t x = a.as<uint8_t>()[i], y = b.as<uint8_t>()[i];
+    const bool nan = ((x & 127u) << 20) + scales.as<uint32_t>()[i / kBlock] > 0x7f800000u;
+    if (x != y && !(nan && (x ^ y) == 128u)) return false;
+  }
+  return true;
+}
+
+void special_values_have_the_same_bits() {
+  const char* names[3];
+  const int count = available_isas(names);
+  const int64_t n = 10007;
+  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
+    for (Dtype m : {Dtype::f32, Dtype::bf16, Dtype::log8})
+      for (Dtype g : kDtypes)
+        for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
+          for (bool split : {false, true}) {
+            if (split && o != Dtype::bf16) continue;
+            Segment s = whole(n);
+            s.first = (int64_t{1} << 32) - 2 * kBlock;
+            if (g == Dtype::bf16) s.flag = 0, s.maximize = 1, s.a = 0.2;  // weight decay in the gradient
+            if (g == Dtype::f16) s.weight_decay = 0, s.step = 1, s.c = 0;
+            State expected(n, g, o, 0, m, rule, split);
+            make_special(expected, n);
+            use_isa("scalar");
+            update(expected.buffers(), &s, 1);
+            for (int i = 1; i < count; ++i) {
+              State found(n, g, o, 1, m, rule, split);
+              make_special(found, n);
+              use_isa(names[i]);
+              update(found.buffers(), &s, 1);
+              bool same = found.scales == expected.scales && found.square_scales == expected.square_scales;
+              same = same && (split ? found.master == expected.master
+                                    : same_values(found.master, expected.master, n, Dtype::f32));
+              same = same && same_values(found.out, expected.out, n, o);
+              same = same && (m == Dtype::log8 && rule != Rule::adagrad
+                                  ? same_codes(found.exp_avg, expected.exp_avg, found.scales, n)
+                                  : same_values(found.exp_avg, expected.exp_avg, n, m));
+              same = same && same_values(found.exp_avg_sq, expected.exp_avg_sq, n, m);
+              CHECK(same, "%s rule=%d moments=%d grad=%d out=%d split=%d", names[i], int(rule), int(m),
+                    int(g), int(o), int(split));
+            }
+          }
+}
+
 void gaps_are_not_touched() {
   const int64_t n = 50021;
   State found(n, Dtype::f32, Dtype::bf16, 0), before(n, Dtype::f32, Dtype::bf16, 0);
@@ -407,6 +499,7 @@ int main(int argc, char** argv) {
   every_rule_and_dtype_of_moments_gives_the_same_bits();
   moments_in_8_bits_have_the_same_bits();
   a_split_master_has_the_same_bits();
+  special_values_have_the_same_bits();
   writes_past_the_caches_end_where_they_should();
   gaps_are_not_touched();
   sums_and_conversions_agree();
