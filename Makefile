@@ -38,8 +38,10 @@ TRAIN := $(BIN)/infinity train --device cpu --dtype fp32 --preset 30m --nvme $(R
          --host-memory 96MiB --device-memory 64MiB --chunk-elements 1048576 --recompute \
          --batch 4 --sequence 256 --steps 80 --max-grad-norm 1.0
 
-# Debian packages that some tests use; without them those tests say so.
+# Debian packages that some tests use; without them those tests say so. Those of `make test-slow` alone (320 MB)
+# compile for 64-bit Arm and run that.
 PACKAGES := e2fsprogs fio fuse3 iproute2 libaio1 libfuse3-dev pkg-config strace
+ARM := g++-aarch64-linux-gnu qemu-user
 
 NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -type f -name '*.h' \
                   -o -type f -name '*.inl' -o -type f -name 'aio_build.py')
@@ -111,7 +113,8 @@ $(VENV)/.site: $(VENV)/.torch Makefile
 	$(BIN)/python -m pip install -q --target $(VENV)/site $(SITE)
 	touch $@
 
-$(VENV)/.packages: $(VENV)/.python Makefile
+$(VENV)/.arm: PACKAGES := $(ARM)
+$(VENV)/.packages $(VENV)/.arm: $(VENV)/.python Makefile
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  missing=(); \
 	  for p in $(PACKAGES); do dpkg -s "$$p" >/dev/null 2>&1 || missing+=("$$p"); done; \
@@ -139,7 +142,7 @@ test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and (lagging or not full)" --device lagging $(LAGGING)
 
-test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
+test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.arm $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "slow and not gpu" --timeout 3600
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device lagging $(LAGGING_SLOW)
 

@@ -14,6 +14,7 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 COMMON = ["-O3", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 # One file, one instruction set: only these functions may use it, and only after the run-time
 # check in dispatch.cpp. No -mfma and no -march=native: [Note: one rounding per operation].
+# adam_neon.cpp needs no flags: every 64-bit Arm processor has NEON.
 PER_FILE = {
     "adam_avx2.cpp": ["-mavx2", "-mf16c"],
     "adam_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
@@ -43,7 +44,10 @@ setup(
             "infinity._cpu_adam",
             [
                 f"csrc/cpu_adam/{name}.cpp"
-                for name in ("adam_scalar", "adam_avx2", "adam_avx512", "dispatch", "pool", "module")
+                for name in (
+                    *("adam_scalar", "adam_avx2", "adam_avx512", "adam_neon"),
+                    *("dispatch", "pool", "module"),
+                )
             ],
             include_dirs=["csrc/cpu_adam"],
             depends=["csrc/cpu_adam/adam.h", "csrc/cpu_adam/adam_lane.inl", "csrc/cpu_adam/rules.h"],

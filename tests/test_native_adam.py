@@ -17,6 +17,7 @@ SOURCES: dict[str, list[str]] = {
     "adam_scalar": [],
     "adam_avx2": ["-mavx2", "-mf16c"],
     "adam_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
+    "adam_neon": [],
     "dispatch": [],
     "pool": [],
 }

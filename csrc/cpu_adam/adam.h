@@ -72,6 +72,7 @@ struct Kernels {
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();    // null where it was not compiled
 const Kernels* avx512_kernels();  // null where it was not compiled
+const Kernels* neon_kernels();    // null where it was not compiled
 
 // ---- dispatch.cpp: which instruction set, and the work of one call spread over the pool ----
 

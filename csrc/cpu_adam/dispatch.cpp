@@ -36,6 +36,7 @@ int usable(const Kernels* found[3]) {
   found[count++] = scalar_kernels();
   if (avx2_kernels() && has_avx2()) found[count++] = avx2_kernels();
   if (avx512_kernels() && has_avx512()) found[count++] = avx512_kernels();
+  if (neon_kernels()) found[count++] = neon_kernels();
   return count;
 }
 

@@ -153,6 +153,9 @@ void every_isa_gives_the_same_bits() {
             }
         }
   CHECK(!use_isa("sse9"), "an unknown name is accepted");
+#ifdef __AARCH64EL__
+  CHECK(!std::strcmp(names[count - 1], "neon"), "%s", names[count - 1]);
+#endif
 }
 
 void writes_past_the_caches_end_where_they_should() {
