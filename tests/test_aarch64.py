@@ -19,13 +19,14 @@ PREFIX = "" if HERE else "aarch64-linux-gnu-"
 QEMU = [] if HERE else ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-pthread"]
 ADAM = [f"{PREFIX}g++", "-std=c++17", "-O3", "-ffp-contract=off", *WARNINGS, f"-I{ROOT}/csrc/cpu_adam"]
+AIO = [f"{PREFIX}gcc", "-std=c11", "-O3", "-D_GNU_SOURCE", *WARNINGS, f"-I{ROOT}/csrc/aio"]
 
 pytestmark = pytest.mark.slow  # the packages that it needs are large
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _tools() -> None:
-    needed = [f"{PREFIX}{tool}" for tool in ("g++", "objdump")] + QEMU[:1]
+    needed = [f"{PREFIX}{tool}" for tool in ("g++", "gcc", "objdump")] + QEMU[:1]
     missing = [tool for tool in needed if shutil.which(tool) is None]
     if missing:
         why = f"needs {', '.join(missing)}: apt install g++-aarch64-linux-gnu qemu-user"
@@ -57,3 +58,10 @@ def test_neon_gives_the_bits_of_the_scalar_kernels(tmp_path: Path) -> None:
     assert not fused
     assert re.search(r"\tfdiv\tv\d+\.4s", code)
     assert re.search(r"\tfsqrt\tv\d+\.4s", code)
+
+
+def test_the_io_engine(tmp_path: Path) -> None:
+    sources = [*sorted((ROOT / "csrc" / "aio").glob("*.c")), ROOT / "tests" / "native" / "test_aio.c"]
+    program = tmp_path / "test_aio"
+    run([*AIO, *sources, "-o", program, "-ldl"])
+    assert run([*QEMU, program, tmp_path, *([] if HERE else ["emulated"])]) == ""

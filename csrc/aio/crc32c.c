@@ -1,9 +1,9 @@
 /* CRC-32C (Castagnoli, reflected 0x82F63B78), as in iSCSI and ext4.
  *
- * The hardware instruction has a latency of three cycles and a throughput of one, so three lanes
- * of one buffer are summed side by side and joined by multiplying with x^(8n) mod P. That product
- * is linear over GF(2), so for the two lane lengths it is a table of 4 × 256 words
- * (M. Adler, "crc32c.c", 2013, has the same scheme). */
+ * The instruction (of SSE4.2 on x86-64, of the CRC extension on 64-bit Arm) has a latency of two or
+ * three cycles and a throughput of one, so three lanes of one buffer are summed side by side and
+ * joined by multiplying with x^(8n) mod P. That product is linear over GF(2), so for the two lane
+ * lengths it is a table of 4 × 256 words (M. Adler, "crc32c.c", 2013, has the same scheme). */
 #include "aio.h"
 
 #include <pthread.h>
@@ -11,7 +11,17 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <nmmintrin.h>
-#define HAVE_SSE42 1
+#define HAVE_INSTRUCTION 1
+#define WITH_INSTRUCTION __attribute__((target("sse4.2")))
+#define CRC_OF_BYTE(crc, value) _mm_crc32_u8(crc, value)
+#define CRC_OF_WORD(crc, value) _mm_crc32_u64(crc, value)
+#elif defined(__AARCH64EL__) && defined(__GNUC__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#define HAVE_INSTRUCTION 1
+#define WITH_INSTRUCTION __attribute__((target("+crc")))
+#define CRC_OF_BYTE(crc, value) __crc32cb(crc, value)
+#define CRC_OF_WORD(crc, value) __crc32cd((uint32_t)(crc), value)
 #endif
 
 #define POLYNOMIAL 0x82F63B78u
@@ -22,7 +32,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static uint32_t table[8][256];
 static uint32_t powers[64];  /* x^(2^k) mod P */
 static int hardware, forced; /* hardware: found at run time; forced: tables although it is there */
-#ifdef HAVE_SSE42
+#ifdef HAVE_INSTRUCTION
 static uint32_t long_shift[4][256], short_shift[4][256];
 #endif
 
@@ -58,7 +68,7 @@ static void prepare(void) {
     }
     powers[0] = 1u << 30;
     for (int k = 1; k < 64; k++) powers[k] = multiply(powers[k - 1], powers[k - 1]);
-#ifdef HAVE_SSE42
+#ifdef HAVE_INSTRUCTION
     uint32_t by_long = shift_by(LONG_LANE), by_short = shift_by(SHORT_LANE);
     for (int k = 0; k < 4; k++) {
         for (uint32_t byte = 0; byte < 256; byte++) {
@@ -66,8 +76,12 @@ static void prepare(void) {
             short_shift[k][byte] = multiply(by_short, byte << (8 * k));
         }
     }
+#ifdef __x86_64__
     __builtin_cpu_init();
     hardware = __builtin_cpu_supports("sse4.2") != 0;
+#else
+    hardware = (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+#endif
 #endif
 }
 
@@ -82,20 +96,19 @@ static uint32_t by_table(const unsigned char *p, uint64_t n, uint32_t crc) {
     return crc;
 }
 
-#ifdef HAVE_SSE42
+#ifdef HAVE_INSTRUCTION
 static inline uint32_t shifted(uint32_t by[4][256], uint32_t crc) {
     return by[0][crc & 0xff] ^ by[1][crc >> 8 & 0xff] ^ by[2][crc >> 16 & 0xff] ^ by[3][crc >> 24];
 }
 
-__attribute__((target("sse4.2"))) static inline uint64_t word(const unsigned char *p, uint64_t crc) {
+WITH_INSTRUCTION static inline uint64_t word(const unsigned char *p, uint64_t crc) {
     uint64_t value;
     memcpy(&value, p, 8);
-    return _mm_crc32_u64(crc, value);
+    return CRC_OF_WORD(crc, value);
 }
 
-__attribute__((target("sse4.2"))) static uint32_t three_lanes(const unsigned char **p, uint64_t *n,
-                                                              uint32_t crc, uint32_t lane,
-                                                              uint32_t by[4][256]) {
+WITH_INSTRUCTION static uint32_t three_lanes(const unsigned char **p, uint64_t *n, uint32_t crc,
+                                             uint32_t lane, uint32_t by[4][256]) {
     const unsigned char *at = *p;
     uint64_t a = crc, left = *n;
     for (; left >= 3 * (uint64_t)lane; left -= 3 * (uint64_t)lane) {
@@ -116,15 +129,14 @@ __attribute__((target("sse4.2"))) static uint32_t three_lanes(const unsigned cha
     return (uint32_t)a;
 }
 
-__attribute__((target("sse4.2"))) static uint32_t by_hardware(const unsigned char *p, uint64_t n,
-                                                              uint32_t crc) {
-    for (; n != 0 && ((uintptr_t)p & 7) != 0; n--) crc = _mm_crc32_u8(crc, *p++);
+WITH_INSTRUCTION static uint32_t by_hardware(const unsigned char *p, uint64_t n, uint32_t crc) {
+    for (; n != 0 && ((uintptr_t)p & 7) != 0; n--) crc = CRC_OF_BYTE(crc, *p++);
     crc = three_lanes(&p, &n, crc, LONG_LANE, long_shift);
     crc = three_lanes(&p, &n, crc, SHORT_LANE, short_shift);
     uint64_t wide = crc;
     for (; n >= 8; n -= 8, p += 8) wide = word(p, wide);
     crc = (uint32_t)wide;
-    while (n-- != 0) crc = _mm_crc32_u8(crc, *p++);
+    while (n-- != 0) crc = CRC_OF_BYTE(crc, *p++);
     return crc;
 }
 #endif
@@ -132,7 +144,7 @@ __attribute__((target("sse4.2"))) static uint32_t by_hardware(const unsigned cha
 uint32_t aio_crc32c(uintptr_t address, uint64_t nbytes, uint32_t crc) {
     pthread_once(&once, prepare);
     const unsigned char *p = (const unsigned char *)address;
-#ifdef HAVE_SSE42
+#ifdef HAVE_INSTRUCTION
     if (hardware && !__atomic_load_n(&forced, __ATOMIC_RELAXED)) return ~by_hardware(p, nbytes, ~crc);
 #endif
     return ~by_table(p, nbytes, ~crc);

@@ -524,16 +524,20 @@ static void test_arguments(void) {
 
 int main(int count, char **arguments) {
     static const char *const backends[] = {"libaio", "syscall", "uring", "threads"};
-    CHECK(count == 2);
+    /* QEMU, as it runs a program of another processor, has neither Linux AIO nor io_uring, and lets
+     * MADV_WIPEONFORK pass without doing it. */
+    const int emulated = count == 3 && strcmp(arguments[2], "emulated") == 0;
+    CHECK(count == 2 || emulated);
+    if (emulated) CHECK_EQUAL(aio_crc32c_force_table(0), 1); /* it has the instruction */
     test_crc();
     test_arguments();
     test_answers();
     test_order();
-    for (int k = 0; k < 4; k++) {
+    for (int k = emulated ? 3 : 0; k < 4; k++) {
         test_files(arguments[1], backends[k], 0, 1);
         test_files(arguments[1], backends[k], 0, 0);
         test_files(arguments[1], backends[k], 1234567, 1);
-        test_fork(backends[k]);
+        if (!emulated) test_fork(backends[k]);
     }
     test_deadline(0);
     test_deadline(1);
