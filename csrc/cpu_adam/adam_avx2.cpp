@@ -50,7 +50,8 @@ struct Vector {
   static void fence() { _mm_sfence(); }
   static F sign(F x, F size) {
     F bit = _mm256_set1_ps(-0.0f), some = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ);
-    return _mm256_blendv_ps(_mm256_and_ps(size, bit), _mm256_xor_ps(size, _mm256_and_ps(x, bit)), some);
+    F sized = _mm256_and_ps(size, _mm256_or_ps(some, bit));
+    return _mm256_xor_ps(sized, _mm256_and_ps(some, _mm256_and_ps(x, bit)));
   }
   using U = __m256i;
   static U uset(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
