@@ -188,7 +188,7 @@ class Watch:
         return RankError(
             f"{what}: {who} within {timeout:g} s",
             found="; ".join(other) or None,
-            cure="check what those ranks do; if they are only slow, raise the timeout",
+            cure="check what those ranks do; if they are only slow, raise rank_timeout",
         )
 
     def ended(self, what: str) -> RankError:
@@ -314,7 +314,11 @@ class Watch:
         news = self._news["first"]
         if "type" in news:
             return RankError(f"rank {news['rank']} failed: {news['type']}: {news['text']}")
-        return RankError(f"rank {news['rank']} is gone: {news['gone']}")
+        return RankError(
+            f"rank {news['rank']} is gone: {news['gone']}",
+            cure="look for what ended it (its output, the kernel's log of killed processes); then start all "
+            "ranks again, from the last checkpoint",
+        )
 
     # -- the thread
 
