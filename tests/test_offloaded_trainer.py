@@ -476,6 +476,30 @@ def test_what_the_file_of_deepspeed_leaves_open_is_as_the_arguments_say(
     assert found.trainer.create_scheduler(STEPS).get_last_lr() == [3e-3]
 
 
+def test_an_optimizer_and_a_scheduler_of_the_program_go_before_those_of_the_file(
+    transformers: Any, offloaded: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    model, args = llama(), transformers.TrainingArguments(**arguments(tmp_path / "out", max_steps=2))
+    adam = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(adam, 0.5)
+    settings = deepspeed(tmp_path / "nvme")
+    for given in ({"optimizers": (adam, scheduler)}, {"optimizer_cls_and_kwargs": (type(adam), {"lr": 0.5})}):
+        run = offloaded(transformers.Trainer)(
+            model, args, train_dataset=examples(), infinity=settings, **given
+        )
+        run.create_optimizer_and_scheduler(2)
+        rates = [group["initial_lr"] for group in run.optimizer.param_groups]
+        if "optimizers" in given:
+            assert run.lr_scheduler is scheduler
+            assert rates == [0.5]
+        else:  # that of the file sets the initial rate to 1
+            assert isinstance(run.lr_scheduler, torch.optim.lr_scheduler.LambdaLR)
+            assert len(rates) == 2
+        infinity.close(run.model)
+        model = llama()
+
+
 @pytest.mark.parametrize(
     ("changes", "given", "said"),
     [
@@ -483,6 +507,7 @@ def test_what_the_file_of_deepspeed_leaves_open_is_as_the_arguments_say(
         ({"fp16": {"enabled": False}}, {"fp16": True}, '"fp16": {"enabled": "auto"}'),
         ({"bfloat16": {"enabled": True}}, {"fp16": True}, "TrainingArguments(bf16=False)"),
         ({"train_micro_batch_size_per_gpu": 7}, {}, "per_device_train_batch_size"),
+        ({"train_batch_size": 7}, {"gradient_accumulation_steps": 3}, "train_batch_size 6"),
         ({"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}}, {}, "optimizer.params"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, {}, "optimizer.params"),
         ({"scheduler": {"type": "StepLR", "params": {"size": 2}}}, {}, "scheduler.params"),

@@ -457,6 +457,16 @@ def _from_deepspeed(settings: dict[str, Any], args: Any) -> Config:
                 found=f"TrainingArguments({name}={wanted})",
                 cure=f'{name}={said} in the training arguments; or write "{name}": {{"enabled": "auto"}}',
             )
+    said, wanted = settings.get("train_batch_size"), args.per_device_train_batch_size
+    wanted *= args.gradient_accumulation_steps * args.world_size
+    if said not in (None, "auto", wanted):
+        raise ConfigError(
+            "the settings of DeepSpeed contradict the training arguments",
+            expected=f"train_batch_size {wanted}: per_device_train_batch_size × "
+            "gradient_accumulation_steps × ranks, as in the arguments",
+            found=f"train_batch_size = {said!r}",
+            cure='write "train_batch_size": "auto", or change the arguments',
+        )
     config, notes = Config.from_deepspeed(settings, args)
     if args.process_index == 0 and notes:
         warnings.warn(
