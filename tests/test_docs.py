@@ -38,6 +38,10 @@ def batch(step):
     return torch.randn(8, gpt_config, generator=torch.Generator().manual_seed(step))
 """
 MORE = {
+    "deepspeed.md": """
+from tests.test_ecosystem import examples, llama as build
+examples = examples()
+""",
     "inference.md": """
 from tests.test_ecosystem import llama, tokenizer
 for part in (llama(), tokenizer()):
@@ -74,8 +78,8 @@ def with_python() -> list[Any]:
     pages = [p for p in PAGES if p.name not in ELSEWHERE and program(p).strip()]
     marks = {
         "libraries.md": [pytest.mark.ecosystem, _without("trl")],
-        "inference.md": [pytest.mark.later, _without("transformers")],
-        **{name: [pytest.mark.later] for name in ("deepspeed.md", "loops.md", "placement.md", "saving.md")},
+        **{n: [pytest.mark.later, _without("transformers")] for n in ("deepspeed.md", "inference.md")},
+        **{name: [pytest.mark.later] for name in ("loops.md", "placement.md", "saving.md")},
     }
     return [pytest.param(p, id=p.name, marks=marks.get(p.name, [])) for p in pages]
 

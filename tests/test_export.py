@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import infinity
@@ -33,9 +34,15 @@ from .architectures import ARCHITECTURES
 from .models import GPT
 from .offloaded import ON_HOST, config_for
 from .quick import quick
+from .ranks import all_well, run_ranks
 
 #: RWKV edits its parameters when it is evaluated; the rest is not of transformers.
 _LEFT_OUT = ("RWKV", "UNet2DCondition", "DiT", "Flux", "SD3", "EfficientNet", "Swin (timm)")
+
+
+has_reader = pytest.mark.skipif(
+    not hasattr(dcp, "HuggingFaceStorageReader"), reason=f"torch {torch.__version__} has no such reader"
+)
 
 
 def wrap(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, Any]:
@@ -192,6 +199,52 @@ def test_a_module_of_any_kind_in_any_dtype(net: tuple[nn.Module, Any], tmp_path:
     infinity.export(torch.compile(read), tmp_path / "compiled")  # type: ignore[arg-type]
     assert_equal(tensors_in(tmp_path / "compiled"), tensors_in(tmp_path / "plain"))
     train(model, adam, 1)
+
+
+@has_reader
+def test_the_reader_of_torch_takes_it_and_converts(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
+    """Whole models in one file or several; a tied parameter is in the files once."""
+    model, adam = net
+    infinity.save(adam, tmp_path / "saved")
+    for source, dtype, size in (
+        (model, "bf16", "5GB"),
+        (model, "fp32", "9KB"),
+        (tmp_path / "saved", None, "9KB"),
+    ):
+        folder = infinity.export(source, tmp_path / f"{source is model} {dtype}", dtype, size)
+        written = tensors_in(folder)
+        assert (len(list(Path(folder).glob("*.safetensors"))) > 1) == (size == "9KB")
+        read = Net()
+        state = {n: v for n, v in read.state_dict().items() if n != "head.weight"}
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+        assert_equal(state, {n: v.to(state[n].dtype) for n, v in written.items()})
+        assert torch.equal(read.head.weight, written["tokens.weight"].float())
+
+
+FSDP2 = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from tests.test_export import Net, tensors_in
+torch.distributed.init_process_group("gloo")
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+state = fully_shard(Net(), mesh=mesh).state_dict()
+del state["head.weight"]
+dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(sys.argv[1]))
+for name, value in tensors_in(sys.argv[1]).items():
+    found = state[name]
+    if isinstance(found, torch.distributed.tensor.DTensor):
+        found = found.full_tensor()
+    assert torch.equal(found, value.to(found.dtype)), name
+assert state["tokens.weight"].to_local().shape[0] < state["tokens.weight"].shape[0]
+torch.distributed.destroy_process_group()
+"""
+
+
+@has_reader
+@pytest.mark.processes
+def test_ranks_of_fsdp2_read_their_shards(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
+    infinity.export(net[0], tmp_path / "out", "fp32", "9KB")
+    all_well(run_ranks(2, FSDP2, str(tmp_path / "out")))
 
 
 def test_delayed_updates_give_the_newest_values(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Trained:
         self,
         cls: Any,
         folder: Path,
-        config: infinity.Config | None = None,
+        config: infinity.Config | Path | dict[str, Any] | None = None,
         *,
         resume: Any = None,
         model: Any = None,
@@ -398,8 +399,144 @@ def test_arguments_for_another_engine_are_refused(
 ) -> None:
     args = transformers.TrainingArguments(**arguments(tmp_path))
     setattr(args, name, "ds.json")  # the constructor would ask for that engine's package
-    with pytest.raises(ConfigError, match=r"ds\.json"):
+    cure = r"infinity='ds\.json'" if name == "deepspeed" else r"ds\.json"
+    with pytest.raises(ConfigError, match=cure):
         offloaded(transformers.Trainer)(llama(), args, infinity=config)
+
+
+def deepspeed(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Settings of DeepSpeed with an optimizer and a scheduler."""
+    return {
+        **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"),
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)},
+            "offload_param": {"device": "cpu"},
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-3, "betas": [0.8, 0.95], "eps": "auto", "weight_decay": 0.3},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 3, "total_num_steps": "auto"},
+        },
+        **settings,
+    }
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
+    dtype: str | None, transformers: Any, offloaded: Any, tmp_path: Path
+) -> None:
+    class ByHand(transformers.Trainer):  # type: ignore[misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                parameters = self.model.parameters()
+                self.optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.8, 0.95), weight_decay=0.3)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            if self.lr_scheduler is None:
+                self.lr_scheduler = infinity.optim.deepspeed_scheduler(
+                    settings, self.optimizer, steps=num_training_steps
+                )
+            return self.lr_scheduler
+
+    (tmp_path / "nvme").mkdir()
+    settings = deepspeed(tmp_path / "nvme", **({dtype: {"enabled": True}} if dtype else {}))
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(settings))
+    arguments = {"bf16": dtype == "bf16", "gradient_accumulation_steps": 2, **SAVING}
+    with pytest.warns(UserWarning, match="notes about") as warned:
+        found = Trained(offloaded(transformers.Trainer), tmp_path / "file", file, **arguments)
+    notes = [
+        str(each.message) for each in warned if "notes about the settings of DeepSpeed" in str(each.message)
+    ]
+    assert len(notes) == 1
+    assert "torch.optim.AdamW(parameters, lr=0.003" in notes[0]
+
+    config, _ = infinity.Config.from_deepspeed(settings, found.args)
+    wanted = Trained(offloaded(ByHand), tmp_path / "hand", config, **arguments)
+    assert found.seen.losses == wanted.seen.losses
+    assert found.seen.norms == wanted.seen.norms
+    torch.testing.assert_close(found.seen.state, wanted.seen.state, rtol=0, atol=0)
+    if dtype is None:
+        plain = Trained(ByHand, tmp_path / "plain", **arguments)
+        assert found.seen.losses == pytest.approx(plain.seen.losses, rel=1e-5)
+    resumed = Trained(
+        *(offloaded(transformers.Trainer), tmp_path / "resumed", settings),
+        resume=str(tmp_path / "file" / "checkpoint-4"),
+        **arguments,
+    )
+    assert resumed.seen.losses == found.seen.losses[4:]
+
+
+def test_what_the_file_of_deepspeed_leaves_open_is_as_the_arguments_say(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    """Here the optimizer, the scheduler and the dtype; a scheduler of torch keeps its own parameters."""
+    (tmp_path / "nvme").mkdir()
+    settings = deepspeed(tmp_path / "nvme")
+    of_torch = {**settings, "scheduler": {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}}
+    del settings["optimizer"], settings["scheduler"]
+    wanted = Trained(offloaded(transformers.Trainer), tmp_path / "config", config, bf16=True)
+    found = Trained(offloaded(transformers.Trainer), tmp_path / "file", settings, bf16=True)
+    assert engine_of(found.trainer.optimizer).config.dtype == "bf16"
+    assert found.seen.losses == pytest.approx(wanted.seen.losses, rel=1e-3)
+    found = Trained(offloaded(transformers.Trainer), tmp_path / "torch", of_torch)
+    assert isinstance(found.trainer.lr_scheduler, torch.optim.lr_scheduler.StepLR)
+    assert found.trainer.lr_scheduler.get_last_lr() == [3e-3 * 0.5**3]
+    found.trainer.lr_scheduler = None
+    assert found.trainer.create_scheduler(STEPS).get_last_lr() == [3e-3]
+
+
+def test_an_optimizer_and_a_scheduler_of_the_program_go_before_those_of_the_file(
+    transformers: Any, offloaded: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    model, args = llama(), transformers.TrainingArguments(**arguments(tmp_path / "out", max_steps=2))
+    adam = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(adam, 0.5)
+    settings = deepspeed(tmp_path / "nvme")
+    for given in ({"optimizers": (adam, scheduler)}, {"optimizer_cls_and_kwargs": (type(adam), {"lr": 0.5})}):
+        run = offloaded(transformers.Trainer)(
+            model, args, train_dataset=examples(), infinity=settings, **given
+        )
+        run.create_optimizer_and_scheduler(2)
+        rates = [group["initial_lr"] for group in run.optimizer.param_groups]
+        if "optimizers" in given:
+            assert run.lr_scheduler is scheduler
+            assert rates == [0.5]
+        else:  # that of the file sets the initial rate to 1
+            assert isinstance(run.lr_scheduler, torch.optim.lr_scheduler.LambdaLR)
+            assert len(rates) == 2
+        infinity.close(run.model)
+        model = llama()
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "said"),
+    [
+        ({"bf16": {"enabled": True}}, {}, "bf16=True in the training arguments"),
+        ({"fp16": {"enabled": False}}, {"fp16": True}, '"fp16": {"enabled": "auto"}'),
+        ({"bfloat16": {"enabled": True}}, {"fp16": True}, "TrainingArguments(bf16=False)"),
+        ({"train_micro_batch_size_per_gpu": 7}, {}, "per_device_train_batch_size"),
+        ({"train_batch_size": 7}, {"gradient_accumulation_steps": 3}, "train_batch_size 6"),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}}, {}, "optimizer.params"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, {}, "optimizer.params"),
+        ({"scheduler": {"type": "StepLR", "params": {"size": 2}}}, {}, "scheduler.params"),
+    ],
+)
+def test_refusals_of_a_file_of_deepspeed(
+    changes: Any, given: Any, said: str, transformers: Any, offloaded: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    args = transformers.TrainingArguments(**arguments(tmp_path / "out") | given)
+    settings = deepspeed(tmp_path / "nvme", **changes)
+    with pytest.raises(ConfigError) as caught:
+        offloaded(transformers.Trainer)(llama(), args, train_dataset=examples(), infinity=settings).train()
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,8 @@ class Translation(NamedTuple):
         batch: sequences of a rank in one forward; None: unknown.
         accumulation: backwards in a step; None: unknown.
         optimizer: its name as in `infinity train --optimizer`; None: the file has none.
+        optimizer_class: the name of its class; "": the file has none.
+        optimizer_options: of this class; ``"auto"`` where the arguments do not fill one in.
     """
 
     settings: dict[str, Any]
@@ -205,6 +207,8 @@ class Translation(NamedTuple):
     batch: int | None
     accumulation: int | None
     optimizer: str | None
+    optimizer_class: str
+    optimizer_options: dict[str, Any]
 
 
 def read_deepspeed(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -244,6 +248,11 @@ def _without_comments(text: str) -> str:
     string = r'"(?:\\.|[^"\\])*"'
     text = re.sub(rf"({string})|//[^\n]*|#[^\n]*|/\*.*?\*/", lambda m: m[1] or " ", text, flags=re.S)
     return re.sub(rf"({string})|,(?=\s*[}}\]])", lambda m: m[1] or "", text)
+
+
+def has_settings(settings: Mapping[str, Any]) -> bool:
+    """Return whether a dict has any key of DeepSpeed's settings."""
+    return any(key in known for key in settings for known in (_NOTED, _REFUSED, _TAKEN))
 
 
 def translate(source: str | os.PathLike[str] | Mapping[str, Any], arguments: Any = None) -> Translation:
@@ -375,7 +384,7 @@ class _Reader:
             self.notes.append(
                 f"{', '.join(self.left)}: left out. They are turned off, or the engine needs no such setting."
             )
-        return Translation(self.settings, self.notes, *batches, optimizer)
+        return Translation(self.settings, self.notes, *batches, *optimizer)
 
     def _dtype(self) -> None:
         fp16 = self._file.block("fp16")
@@ -563,9 +572,9 @@ class _Reader:
             self.note("data_types.grad_accum_dtype", added, text)
         return (total, *found)
 
-    def _optimizer(self) -> str | None:
+    def _optimizer(self) -> tuple[str | None, str, dict[str, Any]]:
         if "optimizer" not in self._file.values:
-            return None
+            return None, "", {}
         block = self._file.block("optimizer")
         kind, params = block.values.pop("type", None), block.block("params")
         block.leave(("legacy_fusion",))
@@ -576,7 +585,7 @@ class _Reader:
                 kind,
                 f"write one of {', '.join(_OPTIMIZERS)}; or leave `optimizer` out, and create one for `wrap`",
             )
-            return None
+            return None, "", {}
         ours, name, options = _OPTIMIZERS[str(kind).lower()]
         options = dict(options)
         if ours == "adamw":
@@ -593,9 +602,15 @@ class _Reader:
         for option in ("nesterov",) if ours == "sgd" else ():
             options[option] = params.flag(option)
         params.leave(_IMPLEMENTATION)
-        given = {option: params.values.pop(option, default) for option, default in options.items()}
+        given = {
+            option: self._option(option, params.values.pop(option, default))
+            for option, default in options.items()
+        }
         params.end(options)
-        words = ", ".join(f"{option}={self._option(option, value)}" for option, value in given.items())
+        words = ", ".join(
+            f"{option}={_FILLED.get(option, option) if value == _AUTO else repr(value)}"
+            for option, value in given.items()
+        )
         text = f"{name}(parameters, {words})"
         if self.argument("learning_rate") is not None:
             text += (
@@ -603,16 +618,16 @@ class _Reader:
                 "optimizer of Trainer leaves these out"
             )
         self.note("optimizer.type", kind, text)
-        return ours
+        return ours, name, given
 
-    def _option(self, option: str, value: Any) -> str:
+    def _option(self, option: str, value: Any) -> Any:
         if value != _AUTO:
-            return repr(tuple(value) if isinstance(value, list) else value)
+            return tuple(value) if isinstance(value, list) else value
         names = re.findall(r"\w+", _FILLED.get(option, option))
         filled = [self.argument(name) for name in names]
         if None in filled:
-            return _FILLED.get(option, option)
-        return repr(tuple(filled) if len(filled) > 1 else filled[0])
+            return _AUTO
+        return tuple(filled) if len(filled) > 1 else filled[0]
 
     def _scheduler(self) -> None:
         if "scheduler" not in self._file.values:

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
@@ -26,8 +26,10 @@ from infinity.api.engine import Engine, engine_of
 from infinity.api.random_state import random_state, set_random_state
 from infinity.api.together import together
 from infinity.core.config import Config
+from infinity.core.deepspeed import has_settings, read_deepspeed
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.optional import optional
+from infinity.optim.deepspeed import any_scheduler, deepspeed_optimizer
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.checkpoints import list_checkpoints
 from infinity.storage.folder import sync
@@ -90,8 +92,10 @@ def offloaded(trainer: _Class) -> _Class:
     """Return a subclass of a trainer of transformers or TRL that trains with `wrap`: for example
     ``offloaded(transformers.Trainer)``, ``offloaded(trl.SFTTrainer)``.
 
-    Its constructor takes what that of `trainer` takes, and ``infinity=Config(…)``. The class then does by
-    itself what a wrapped model needs:
+    Its constructor takes what that of `trainer` takes, and ``infinity=Config(…)``. In place of a `Config` it
+    takes a settings file of DeepSpeed, or its content as a dict: it calls `Config.from_deepspeed` with the
+    training arguments, and warns once with the notes. The optimizer and the scheduler are those of the file,
+    if it has them and the program passes none. The class then does by itself what a wrapped model needs:
 
     - It wraps the model with the optimizer that Trainer builds, before the first step or evaluation. The
       model, with its parameters on the tiers, stays ``trainer.model``; `infinity.close` takes it.
@@ -109,9 +113,10 @@ def offloaded(trainer: _Class) -> _Class:
         DataError: transformers is not installed, or the installation is broken.
         ConfigError: `trainer` is no trainer of transformers; or ``accelerate launch`` has started the process
             for DeepSpeed, FSDP or Megatron-LM. From the import of this module: this version of transformers
-            is not known. From the constructor: `infinity` is not a `Config`, or contradicts the training
-            arguments; or these ask for DeepSpeed, FSDP or ``auto_find_batch_size``. From ``train``: Trainer
-            does not know of all ranks.
+            is not known. From the constructor: `infinity` is neither a `Config` nor settings of DeepSpeed, or
+            contradicts the training arguments; or the engine lacks some of these settings; or the arguments
+            ask for DeepSpeed, FSDP or ``auto_find_batch_size``. From ``train``: an option of the file's
+            optimizer or scheduler is wrong, or Trainer does not know of all ranks.
         DirectoryError: from ``train(resume_from_checkpoint=True)``: there is no complete checkpoint.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, _Trainer)):
@@ -146,16 +151,28 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
     args: Any
     model: Any
     optimizer: Any
+    lr_scheduler: Any
+    _config: Config
 
-    def __init__(self, *given: Any, infinity: Config | None = None, **settings: Any) -> None:
-        if not isinstance(infinity, Config):
+    def __init__(
+        self,
+        *given: Any,
+        infinity: Config | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._deepspeed: dict[str, Any] = {}
+        if isinstance(infinity, (str, os.PathLike, Mapping)):
+            self._deepspeed = read_deepspeed(infinity)
+        if not isinstance(infinity, Config) and not has_settings(self._deepspeed):
             raise ConfigError(
                 "an offloaded trainer takes a Config",
-                expected="infinity.Config(…)",
+                expected="infinity.Config(…), or the settings of DeepSpeed: the name of a file, or a dict",
                 found=repr(infinity),
                 cure=f"{type(self).__name__}(…, infinity=infinity.Config(…))",
             )
-        self._config = infinity
+        if isinstance(infinity, Config):
+            self._config = infinity
+        self._rates: list[Any] = []  # of the param groups, before any scheduler
         self._engine: Engine | None = None
         self._limit: int | None = None  # of checkpoints; Trainer's own rotation sees none
         self._directory = ""  # of the newest checkpoint
@@ -169,6 +186,8 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         args = self.args = copy.copy(self.args)
         _check_launcher()
         _check_arguments(args)
+        if not hasattr(self, "_config"):
+            self._config = _from_deepspeed(self._deepspeed, args)
         self._config = _translated(self._config, args)
         self._limit, args.save_total_limit = args.save_total_limit, None
         args.bf16 = args.fp16 = args.bf16_full_eval = args.fp16_full_eval = False
@@ -182,7 +201,9 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
     # -- the engine -------------------------------------------------------------------------
 
     def create_optimizer(self, *given: Any, **named: Any) -> Any:
-        """Build the optimizer as the trainer does; wrap the model with it."""
+        """Build the optimizer as the trainer does, or as the file of DeepSpeed; wrap the model with it."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self._deepspeed:
+            self.optimizer = deepspeed_optimizer(self._deepspeed, self.model.parameters(), self.args)
         super().create_optimizer(*given, **named)
         if self._engine is not None and self._engine.model() is not self.model:  # of `model_init`
             self._engine.close()
@@ -191,6 +212,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             with _same_random_numbers(self.args.device):
                 self.model, self.optimizer = infinity.wrap(self.model, self.optimizer, self._config)
             self._engine = engine_of(self.optimizer)
+            self._rates = [group["lr"] for group in self.optimizer.param_groups]
             self._check_ranks(self._engine)
             self._engine.saves_on_all_ranks = True
             # accelerate's own optimizer around it would begin with a whole copy of its state
@@ -200,6 +222,15 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             if self._config.dtype == "fp16":
                 self.accelerator.scaler = _Scaler(self.optimizer)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Build the scheduler of the file of DeepSpeed, if it has one; else as the trainer does."""
+        if self.lr_scheduler is None and "scheduler" in self._deepspeed:
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate  # another `train` may have changed it
+            self.lr_scheduler = any_scheduler(self._deepspeed, self.optimizer, self.args, num_training_steps)
+            self._created_lr_scheduler = self.lr_scheduler is not None
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _check_ranks(self, engine: Engine) -> None:
         if engine.comm.world != self.args.world_size:
@@ -380,16 +411,18 @@ def _check_launcher() -> None:
     """Raise `ConfigError` if `accelerate launch` has started this process for another engine."""
     asked = [(name, *what) for name, what in _LAUNCHED.items() if os.environ.get(name, "").lower() == "true"]
     for name, what, file in asked:
-        raise _other_engine(f"{name}=true, for {what} {os.environ.get(file, '')}".rstrip())
+        path = os.environ.get(file, "")
+        cure = f"give the trainer the settings of DeepSpeed: infinity={path!r}; " if path else ""
+        raise _other_engine(f"{name}=true, for {what} {path}".rstrip(), cure)
 
 
-def _other_engine(found: str) -> ConfigError:
+def _other_engine(found: str, cure: str = "") -> ConfigError:
     return ConfigError(
         "an offloaded trainer cannot run under another engine",
         expected="no DeepSpeed, FSDP or Megatron-LM: infinity shards the parameters and their state",
         found=found,
-        cure="leave deepspeed= and fsdp= out; start the ranks by torchrun, or by `accelerate launch` with "
-        "options or a configuration file that name none of these engines",
+        cure=f"{cure}leave deepspeed= and fsdp= out; start the ranks by torchrun, or by `accelerate launch` "
+        "with options or a configuration file that name none of these engines",
     )
 
 
@@ -397,7 +430,9 @@ def _check_arguments(args: Any) -> None:
     """Raise `ConfigError` for training arguments that an offloaded trainer does not support."""
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
-            raise _other_engine(f"TrainingArguments({name}={getattr(args, name)!r})")
+            given = repr(getattr(args, name))
+            cure = f"give the trainer these settings: infinity={given}; " if name == "deepspeed" else ""
+            raise _other_engine(f"TrainingArguments({name}={given})", cure)
     if args.auto_find_batch_size:
         raise ConfigError(
             "an offloaded trainer cannot look for a batch size",
@@ -405,6 +440,43 @@ def _check_arguments(args: Any) -> None:
             found="auto_find_batch_size=True",
             cure="set per_device_train_batch_size",
         )
+
+
+def _from_deepspeed(settings: dict[str, Any], args: Any) -> Config:
+    """Return the `Config` of settings of DeepSpeed, to which the arguments add the dtype."""
+    for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
+        block = next((settings[key] for key in keys if key in settings), None)
+        if block is None:
+            settings[name] = {"enabled": "auto"}
+            continue
+        said, wanted = isinstance(block, Mapping) and block.get("enabled", False), getattr(args, name)
+        if said in (True, False) and said != wanted:
+            raise ConfigError(
+                "the settings of DeepSpeed contradict the training arguments",
+                expected=f"{name}={said} in the training arguments, as {name}.enabled in the settings",
+                found=f"TrainingArguments({name}={wanted})",
+                cure=f'{name}={said} in the training arguments; or write "{name}": {{"enabled": "auto"}}',
+            )
+    said, wanted = settings.get("train_batch_size"), args.per_device_train_batch_size
+    wanted *= args.gradient_accumulation_steps * args.world_size
+    if said not in (None, "auto", wanted):
+        raise ConfigError(
+            "the settings of DeepSpeed contradict the training arguments",
+            expected=f"train_batch_size {wanted}: per_device_train_batch_size × "
+            "gradient_accumulation_steps × ranks, as in the arguments",
+            found=f"train_batch_size = {said!r}",
+            cure='write "train_batch_size": "auto", or change the arguments',
+        )
+    config, notes = Config.from_deepspeed(settings, args)
+    if args.process_index == 0 and notes:
+        warnings.warn(
+            "these are notes about the settings of DeepSpeed. They speak of a loop of your own: the trainer "
+            "creates the optimizer and the scheduler, scales losses and divides them by itself.\n"
+            + "\n".join(f"- {note}" for note in notes),
+            UserWarning,
+            stacklevel=2,
+        )
+    return config
 
 
 def _translated(config: Config, args: Any) -> Config:
