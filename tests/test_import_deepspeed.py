@@ -493,3 +493,21 @@ def test_damage_is_found(name: str, copied: Any, tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "out")
         file.write_bytes(whole)
     assert errors > 20
+
+
+def test_state_on_nvme_is_refused_by_its_name(
+    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    directory, files = copied("stage3-fp32")
+    (files / "offloaded_tensors" / "rank0").mkdir(parents=True)
+    (files / "offloaded_tensors" / "rank0" / "0_param.tensor.swp").touch()
+    with pytest.raises(DataError, match="kept its state on NVMe"):
+        import_deepspeed(str(directory), str(tmp_path / "made"))
+
+
+def test_load_of_a_checkpoint_of_deepspeed_names_the_import(
+    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    directory, _ = copied("stage3-fp32")
+    with pytest.raises(DirectoryError, match="infinity import-deepspeed"):
+        find(str(directory))

@@ -13,6 +13,7 @@ parameter is cut into equal parts by itself, with padding at its end.
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import os
 import re
@@ -56,6 +57,8 @@ _PARALLEL: Final = (
     (re.compile(r".*expert.*_model_states\.pt|expp_rank_.*"), "expert parallelism"),
     (re.compile(r"layer_\d+.*model_states\.pt"), "pipeline parallelism"),
 )
+#: Where DeepSpeed copies what it had on NVMe.
+_SWAPPED: Final = "offloaded_tensors/*/*.swp"
 _UNIVERSAL: Final = "zero"  # the directory of a universal checkpoint with one directory for each parameter
 #: Entries of the model's file that are not the user's.
 _OWN: Final = frozenset(
@@ -114,6 +117,14 @@ class _Files:
         self.around = (self.path, os.path.dirname(os.path.abspath(self.path)))
         names = listing(self.path, "DeepSpeed")
         self.universal = _UNIVERSAL in names
+        if any(glob.iglob(os.path.join(glob.escape(self.path), _SWAPPED))):
+            raise DataError(
+                f"{self.path} is of a run that kept its state on NVMe",
+                expected="optimizer state and parameters in *_states.pt",
+                found=f"files of DeepSpeed's own form: {_SWAPPED}",
+                cure="DeepSpeed does not convert these files either. In its run, save_16bit_model writes the "
+                "weights, from which a new run can begin; or train on with offload to the CPU, and save",
+            )
         for name in names:
             for pattern, kind in _PARALLEL:
                 if pattern.fullmatch(name):

@@ -38,6 +38,11 @@ from infinity.hardware.descriptor import Descriptor
 from .folder import failed, lock_directory, pwrite, sync, unlock
 
 INDEX: Final = "index.json"
+#: What makes a checkpoint of what has these names.
+_OF_OTHERS: Final = {
+    "`infinity import-deepspeed` makes one of a checkpoint of DeepSpeed": {"latest", "zero_to_fp32.py"},
+    "`infinity import-dcp` makes one of a checkpoint of FSDP2": {".metadata", "pytorch_model_fsdp_0"},
+}
 FORMAT: Final = 1
 #: Of those on several file systems.
 FORMAT_APART: Final = 2
@@ -96,7 +101,8 @@ def find(path: str) -> Found:
             expected=f"a directory with {INDEX}, or a directory of such directories, step-<n>",
             found=f"{', '.join(there[:8]) or 'nothing'}" if os.path.isdir(path) else "no directory",
             cure="name the directory that you passed to `infinity.save`; an incomplete directory of a run "
-            "that was killed is not a checkpoint",
+            "that was killed is not a checkpoint"
+            + "".join(f"; {cure}" for cure, names in _OF_OTHERS.items() if not names.isdisjoint(there)),
         )
     return found[-1]
 
