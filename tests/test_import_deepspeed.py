@@ -511,3 +511,10 @@ def test_load_of_a_checkpoint_of_deepspeed_names_the_import(
     directory, _ = copied("stage3-fp32")
     with pytest.raises(DirectoryError, match="infinity import-deepspeed"):
         find(str(directory))
+
+
+def test_a_scheduler_says_the_rate_that_comes_next(
+    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    _, foreign = import_deepspeed(str(copied("stage3-fp32")[0]), str(tmp_path / "made"))
+    assert foreign.state["scheduler"]["_last_lr"] == [options["lr"] for options, _ in foreign.groups]

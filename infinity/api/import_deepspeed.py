@@ -249,6 +249,7 @@ def _foreign(files: _Files) -> Foreign:
         if isinstance(name, str) and isinstance(tensor := module.get(name), SavedTensor)
     }
     left_out: list[str] = []
+    rates = [options["lr"] for options, _ in made]
     further = plain({k: v for k, v in model.items() if k not in _OWN}, left_out, "the model's file")
 
     @contextlib.contextmanager
@@ -269,7 +270,7 @@ def _foreign(files: _Files) -> Foreign:
         parameters,
         values,
         buffers,
-        {"deepspeed": further, "scheduler": _scheduler_of(files, len(groups), updates, left_out)},
+        {"deepspeed": further, "scheduler": _scheduler_of(files, rates, updates, left_out)},
         left_out,
         files.check,
     )
@@ -432,15 +433,16 @@ def _loss_scale_of(state: Any) -> dict[str, float]:
     return {"loss_scale": scale, "good_steps": int(good)}
 
 
-def _scheduler_of(files: _Files, groups: int, updates: int, left_out: list[str]) -> dict[str, Any]:
+def _scheduler_of(files: _Files, rates: list[float], updates: int, left_out: list[str]) -> dict[str, Any]:
     """Return the state of a scheduler: that of torch's, or for one of DeepSpeed's the state that a LambdaLR
-    takes: the next learning rate is that of the step which comes next."""
+    takes: the next learning rate is that of the step which comes next. `rates`: of the param groups."""
     saved = plain(files.model.get("lr_scheduler"), left_out, "lr_scheduler")
     of_torch = saved if saved is not None else scheduler_beside(left_out, *files.around)
     if of_torch is not None and "last_epoch" in of_torch:
         return of_torch
     done = count_in(entry_of(saved, "last_batch_iteration"), updates - 1) + 1
-    return {"last_epoch": done, "_step_count": done + 1, "lr_lambdas": [None] * groups}
+    at = {"last_epoch": done, "_step_count": done + 1, "_last_lr": rates}
+    return {**at, "lr_lambdas": [None] * len(rates)}
 
 
 # -- frozen parameters -----------------------------------------------------------------------------
