@@ -467,10 +467,12 @@ def test_defaults_of_deepspeed_are_not_ours() -> None:
     config, notes = Config.from_deepspeed({**BF16, "gradient_clipping": 0})
     assert (config.max_grad_norm, config.output_dtype) == (None, None)
     assert "not all finite" in note_of(notes, "bf16.check_grad_overflow")
+    assert config.skip_nonfinite
     assert "rounds the initial parameters to bf16" in note_of(notes, "bf16.enabled")
     assert config.optimizer_state == "device"  # and `Config()` has it on the host
     config, notes = Config.from_deepspeed({"bf16": {"enabled": True, "check_grad_overflow": False}})
     assert not any("finite" in note for note in notes)
+    assert not config.skip_nonfinite
     accumulating = {**BF16, "gradient_accumulation_steps": 2}
     key, in_fp32 = "data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp32"}}
     assert "here they are added in fp32" in note_of(Config.from_deepspeed(accumulating)[1], key)

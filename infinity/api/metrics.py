@@ -28,7 +28,8 @@ def metrics(thing: object) -> dict[str, float]:
     - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm;
       0.0 if no update was delayed.
 
-    The optimizer's state dict saves and restores ``steps`` and ``skipped_steps`` (fp16 overflows).
+    The optimizer's state dict saves and restores ``steps`` and ``skipped_steps``: those whose
+    gradients were not finite, with fp16 or `Config.skip_nonfinite`.
 
     These figures count since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
     ``fetch/units`` (units loaded to the device), ``fetch/hits`` (uses of units that were on the device, or on

@@ -168,7 +168,7 @@ def step_text(record: Mapping[str, Any]) -> str:
     if "eval_loss" in record:
         parts.append(f"eval loss {record['eval_loss']:.4f}")
     if record.get("skipped"):
-        parts.append("skipped (overflow)")
+        parts.append("skipped (gradients not finite)")
     return "  ".join(parts)
 
 

@@ -109,6 +109,8 @@ class Config:
         output_dtype: dtype of the model's floating-point outputs. None: the engine does not cast them.
             ``"auto"``: fp32 if `dtype` is set, else the engine does not cast them.
         max_grad_norm: `step` clips the global 2-norm of the gradients to this value. None: no clipping.
+        skip_nonfinite: `step` makes no update if a gradient has an Inf or NaN, in any dtype: parameters,
+            moments and their step counts stay. fp16 does so whatever this is.
         units: names of module classes, or of modules as in `named_modules()`, that become units. None: the
             engine finds the units.
         update: where the update runs: behind the next forward (``"overlap"``), in `step()` (``"sync"``),
@@ -124,7 +126,8 @@ class Config:
             each unit as soon as its gradients have arrived. It uses the param groups as they are when that
             backward begins. `step()` waits for the rest. The bits are those of ``"sync"``. Between that
             backward and `step()` you may read gradients and param groups; it is an error to change them, or
-            to use the model. Not with fp16 or `max_grad_norm`, which need the norm of all gradients first.
+            to use the model. Not with fp16, `max_grad_norm` or `skip_nonfinite`, which need the norm of all
+            gradients first.
         delay_warmup_steps: number of first updates without delay; only for ``"delayed"``.
         loss_scale: fp16 only: first dynamic loss scale, a power of two.
         loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
@@ -183,6 +186,7 @@ class Config:
     dtype: str | torch.dtype | None = None
     output_dtype: str | torch.dtype | None = "auto"
     max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
     units: Sequence[str] | None = None
     update: Update = "overlap"
     delay_warmup_steps: int = _whole(40, 0)
@@ -339,6 +343,12 @@ class Config:
                 "no clipping: it needs the norm of all gradients first",
                 f"max_grad_norm={self.max_grad_norm!r}",
                 "max_grad_norm=None",
+            ),
+            (
+                self.skip_nonfinite,
+                "no skipped steps: they need the norm of all gradients first",
+                "skip_nonfinite=True",
+                "skip_nonfinite=False",
             ),
         ):
             if wrong:

@@ -166,14 +166,13 @@ _SCALING: Final = (
     "call `optimizer.scale(loss).backward()`. Every overflow halves the scale, which grows to 2^24 at most. "
     "DeepSpeed halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
     "{least:g} (min_loss_scale). DeepSpeed's scheduler does not count a step that overflows: call "
-    "`scheduler.step()` only if `optimizer.steps` rose in `optimizer.step()`. The outputs of the model are "
+    "`scheduler.step()` only if not `optimizer.step_was_skipped`. The outputs of the model are "
     "fp32, so that a scaled loss does not overflow; those of DeepSpeed's engine are fp16"
 )
 _NOT_FINITE: Final = (
-    "DeepSpeed skips a step whose gradients are not all finite, by default since version 0.19.3. Here such a "
-    "step is made, as in plain PyTorch. To skip it, clip with `norm = optimizer.clip_grad_norm_(...)` in "
-    "place of Config(max_grad_norm=...), and call `optimizer.step()` and `scheduler.step()` only if the norm "
-    "is finite"
+    "DeepSpeed skips a step whose gradients are not all finite, by default since version 0.19.3: "
+    "Config(skip_nonfinite=True). Its scheduler does not count such a step: call `scheduler.step()` only if "
+    "not `optimizer.step_was_skipped`"
 )
 _IN_CPU: Final = (
     "DeepSpeed keeps so many elements of the parameters in host memory; here all are on NVMe. To split "
@@ -443,6 +442,7 @@ class _Reader:
                     'Config(optimizer_state_dtype="bf16") take fewer bytes',
                 )
         if block.flag("check_grad_overflow", default=True):
+            self.settings["skip_nonfinite"] = True
             self.note(block.key("check_grad_overflow"), True, _NOT_FINITE)
 
     def _placement(self) -> None:

@@ -108,6 +108,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._params = params
         self.rule = rule
         self._fp16 = config.compute_dtype is torch.float16
+        self._skips = self._fp16 or config.skip_nonfinite  # steps whose gradients are not finite
         self._good_steps = 0
         self._scaled = False
         self._seams = seams
@@ -153,7 +154,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient, as torch's optimizer would.
 
-        fp16: `step` skips the update if gradients overflow, and halves the loss scale.
+        fp16: `step` skips the update if gradients overflow, and halves the loss scale. With
+        ``Config(skip_nonfinite=True)`` it skips the update in any dtype if a gradient has an Inf or NaN.
+        `step_was_skipped` tells whether the last one was skipped.
 
         If an update runs out of memory, it stops with an OutOfMemoryError. Any later call that needs the
         update continues it. If `step()` raised this error, the next `step()` finishes that step: it starts no
@@ -238,10 +241,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.check_delayed()
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
-        self.step_was_skipped = self._fp16 and not math.isfinite(norm)
+        self.step_was_skipped = self._skips and not math.isfinite(norm)
         if self.step_was_skipped:
-            self._gradients.rescale(max(self.loss_scale / 2, 2.0**-14))
-            self._good_steps = 0
+            if self._fp16:
+                self._gradients.rescale(max(self.loss_scale / 2, 2.0**-14))
+                self._good_steps = 0
             self.skipped_steps += 1
             return
         clip = 1.0 if self._config.max_grad_norm is None else _clip(self._config.max_grad_norm, norm)
