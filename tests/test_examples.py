@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,7 @@ def run(name: str, folder: Path, *options: str, ranks: int = 1) -> str:
 def test_every_example_is_short_and_tested() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
     tested = {"accelerate_loop", "loop", "pipeline", "ranks", "sft_lora", "trainer"}
+    tested |= {"dpo", "gradients", "grpo", "lightning_loop"}
     assert {path.stem for path in files} == tested
     assert max(path.read_text(encoding="utf-8").count("\n") for path in files) <= 80
 
@@ -89,6 +92,36 @@ def test_accelerate(ranks: int, folder: Path) -> None:
     assert run("accelerate_loop", folder, ranks=ranks).startswith("epoch 0: loss ")
     assert find(str(folder / "out" / "checkpoints")).content["counts"]["steps"] == 10 // ranks
     assert_trained(folder, "model")
+
+
+def test_dpo_with_a_reference_for_inference(folder: Path) -> None:
+    said = run("dpo", folder, "--steps", "2").splitlines()
+    assert said[0].startswith("step 0: loss 0.6931, margin ")  # both models are the same yet: ln 2
+    assert_trained(folder, "model")
+
+
+def test_grpo(folder: Path) -> None:
+    need("trl")
+    run("grpo", folder, "--steps", "2", "--length", "8")
+    assert (folder / "out" / "checkpoint-2" / "infinity").is_dir()
+    assert_trained(folder, "model")
+
+
+def test_norms_of_gradients_and_a_step_that_is_skipped(folder: Path) -> None:
+    said = run("gradients", folder, "--steps", "4", "--every", "2", "--spoil", "1").splitlines()
+    assert [line.split(":")[0] for line in said if ": loss" in line] == [f"step {n}" for n in range(4)]
+    assert re.match(r"step 1 is skipped: \d+ gradients are not finite", said[1])
+    assert not any("nan" in line for line in said if line.startswith(("step 2", "step 3")))
+    logged = [json.loads(line) for line in (folder / "out" / "gradients.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in logged] == [0, 2]
+    assert all(norm > 0 for each in logged for norm in each["norms"].values())
+
+
+def test_lightning(folder: Path) -> None:
+    need("lightning")
+    run("lightning_loop", folder, "--steps", "2")
+    run("lightning_loop", folder, "--steps", "4")
+    assert_trained(folder, "model-4")
 
 
 def assert_trained(folder: Path, name: str) -> None:
