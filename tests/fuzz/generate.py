@@ -81,6 +81,7 @@ def generate(seed: int) -> Json:
     if config["state_dtype"] == "fp32" and Random(f"own {seed}").random() < 0.15:
         whole = config["update"] != "delayed" and Random(f"whole {seed}").random() < 0.4
         config["optimizer"] = "Adafactor" if whole else "RMSprop"  # by its own code
+    config["skip_nonfinite"] = Random(f"skip {seed}").random() < 0.2
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 
 
@@ -99,6 +100,8 @@ def fitted(case: Json) -> Json:
                 action["aux"] = "sum"
     if config["dtype"] != "bf16" or config["update"] == "delayed":
         config["split_master"] = False
+    if config["update"] == "backward":
+        config["skip_nonfinite"] = False
     return case
 
 

@@ -216,8 +216,10 @@ class PlainWorld(World):
         self.norm = self._norm()
         self.resumed = False
         self._publish()
-        if self.dtype is torch.float16 and not math.isfinite(self.norm):
-            self.scale_now, self.good = max(self.scale_now / 2, 2.0**-14), 0
+        fp16 = self.dtype is torch.float16
+        if (fp16 or self.config.get("skip_nonfinite")) and not math.isfinite(self.norm):
+            if fp16:
+                self.scale_now, self.good = max(self.scale_now / 2, 2.0**-14), 0
             return
         limit = self.config["max_grad_norm"]
         clip = 1.0 if limit is None else min(1.0, limit / (self.norm + 1e-6))
@@ -480,6 +482,7 @@ class OffloadedWorld(World):
             "optimizer_state": config["optimizer_state"],
             "optimizer_state_dtype": config["state_dtype"],
             "split_master": config.get("split_master", False),
+            "skip_nonfinite": config.get("skip_nonfinite", False),
             "optimizer_state_fp32": patterns_of(build(self.tree, seed), config),
             "gradients": config["gradients"],
             "update": config["update"],
