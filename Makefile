@@ -24,6 +24,9 @@ THEIR_NEEDS := importlib_metadata==10.2.0 pillow==13.0.0 requests==2.34.2
 # Libraries that people train with; `make test-all` trains with them.
 ECOSYSTEM := peft==0.21.2 trl==1.16.0 accelerate==1.15.0 lightning==2.6.6 datasets==5.2.0
 
+# The oldest version whose Trainer has the methods that offloaded trainers need, in a folder of its own.
+OLDER := transformers==5.19.0
+
 # Fused heads and bitsandbytes, also in a folder of their own: torch must not see triton anywhere else, nor
 # transformers and PEFT bitsandbytes. Triton's interpreter runs Liger's kernels on a CPU.
 HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0 bitsandbytes==0.50.2
@@ -108,7 +111,8 @@ $(VENV)/.architectures: $(VENV)/.tools
 
 $(VENV)/.ecosystem: $(VENV)/.tools
 	$(BIN)/python -m pip install -q '$(TORCH)' $(foreach p,$(ECOSYSTEM),'$(p)')
-	rm -rf $(VENV)/heads
+	rm -rf $(VENV)/heads $(VENV)/older
+	$(BIN)/python -m pip install -q --target $(VENV)/older --no-deps $(OLDER)
 	$(BIN)/python -m pip install -q --target $(VENV)/heads --no-deps $(HEADS)
 	touch $@
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +100,7 @@ EVALUATING = {
 @pytest.mark.parametrize(
     "settings",
     [
-        {"weight_decay": 0.1, "activation_checkpointing": True},
+        {"weight_decay": 0.1, "gradient_checkpointing": True},
         {"gradient_accumulation_steps": 3, **SAVING, "save_total_limit": 2},
         {**SAVING, **EVALUATING, "save_total_limit": 1},
     ],
@@ -605,3 +608,22 @@ def test_a_trainer_with_other_methods_is_refused(transformers: Any) -> None:
         check_hooks(Other)
     assert "_save_checkpoint(model, trial, metrics)" in str(caught.value.found)
     assert "no _load_best_model" in str(caught.value.found)
+
+
+def test_an_older_transformers_does_the_same(transformers: Any) -> None:
+    """The oldest version that this one's tests have run with, in a process of its own."""
+    older = Path(sys.prefix, "older")
+    if not older.is_dir():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs an older transformers: make test-all")
+    script = (
+        "import sys, transformers, pytest\n"
+        f"assert transformers.__version__ != {transformers.__version__!r}\n"
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    chosen = "does_what_trainer_does or resumes or overflows or other_methods"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(older), str(Path(__file__).parents[1])])},
+        **{"capture_output": True, "text": True, "timeout": 280},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
