@@ -49,7 +49,7 @@ def run(name: str, folder: Path, *options: str, ranks: int = 1) -> str:
 def test_every_example_is_short_and_tested() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
     tested = {"accelerate_loop", "loop", "pipeline", "ranks", "sft_lora", "trainer"}
-    tested |= {"dpo", "gradients", "grpo", "lightning_loop"}
+    tested |= {"adapters", "dpo", "gradients", "grpo", "lightning_loop"}
     assert {path.stem for path in files} == tested
     assert max(path.read_text(encoding="utf-8").count("\n") for path in files) <= 80
 
@@ -98,6 +98,19 @@ def test_dpo_with_a_reference_for_inference(folder: Path) -> None:
     said = run("dpo", folder, "--steps", "2").splitlines()
     assert said[0].startswith("step 0: loss 0.6931, margin ")  # both models are the same yet: ln 2
     assert_trained(folder, "model")
+
+
+def test_two_adapters_and_layers_that_are_unfrozen(folder: Path) -> None:
+    said = run("adapters", folder, "--steps", "4").splitlines()
+    assert [line.partition(":")[0] for line in said] == [
+        f"{a} {n}" for a in ("first", "second") for n in range(4)
+    ]
+    assert [line[-4] for line in said] == ["1", "1", "0", "0"] * 2
+    values = []
+    for name in ("first", "second"):
+        values.append(load_file(folder / "out" / "adapters" / name / "adapter_model.safetensors"))
+        assert all(value.any() for key, value in values[-1].items() if "lora_B" in key)
+    assert any(not torch.equal(value, values[1][key]) for key, value in values[0].items())
 
 
 def test_grpo(folder: Path) -> None:
