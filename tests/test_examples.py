@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,7 +52,7 @@ def run(name: str, folder: Path, *options: str, ranks: int = 1) -> str:
 def test_every_example_is_short_and_tested() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
     tested = {"accelerate_loop", "loop", "pipeline", "ranks", "sft_lora", "trainer"}
-    tested |= {"adapters", "dpo", "gradients", "grpo", "lightning_loop"}
+    tested |= {"adapters", "diffusion", "dpo", "gradients", "grpo", "lightning_loop"}
     assert {path.stem for path in files} == tested
     assert max(path.read_text(encoding="utf-8").count("\n") for path in files) <= 80
 
@@ -111,6 +114,47 @@ def test_two_adapters_and_layers_that_are_unfrozen(folder: Path) -> None:
         values.append(load_file(folder / "out" / "adapters" / name / "adapter_model.safetensors"))
         assert all(value.any() for key, value in values[-1].items() if "lora_B" in key)
     assert any(not torch.equal(value, values[1][key]) for key, value in values[0].items())
+
+
+#: Makes a tiny UNet and its data, and trains. diffusers lies where other tests do not see it.
+DIFFUSION = """
+import runpy, sys
+from pathlib import Path
+import torch
+sys.path.append(str(Path(sys.prefix, "architectures")))
+sys.modules["torchvision"] = None  # it is of another torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import save_file
+torch.set_num_threads(1)
+folder = Path(sys.argv.pop(1))
+sizes = {"sample_size": 16, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
+sizes |= {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "cross_attention_dim": 16}
+sizes |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "attention_head_dim": 4}
+UNet2DConditionModel(**sizes).save_pretrained(folder / "unet")
+save_file({"latents": torch.randn(4, 4, 16, 16), "embeddings": torch.randn(4, 6, 16)}, folder / "data")
+runpy.run_path(sys.argv.pop(1))
+"""
+
+
+@pytest.mark.architectures
+def test_diffusion_with_lora_and_an_average(tmp_path: Path) -> None:
+    if not Path(sys.prefix, "architectures").is_dir():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs diffusers: make test-all")
+    (tmp_path / "nvme").mkdir()
+    given = ["--model", str(tmp_path / "unet"), "--latents", str(tmp_path / "data"), "--steps", "3"]
+    given += ["--nvme", str(tmp_path / "nvme"), "--output", str(tmp_path / "out")]
+    script = [sys.executable, "-c", DIFFUSION, str(tmp_path), str(EXAMPLES / "diffusion.py")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*script, *given], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [f"step {n}" for n in range(3)]
+    last, average = (
+        load_file(next((tmp_path / "out" / name).glob("*.safetensors"))) for name in ("last", "average")
+    )
+    assert last.keys() == average.keys()
+    assert any(not torch.equal(value, average[key]) for key, value in last.items())
 
 
 def test_grpo(folder: Path) -> None:
