@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from .quick import quick
+
 ROOT = Path(__file__).parents[1]
 TINY = ["--layers", "1", "--width", "64", "--vocabulary", "300", "--tokens", "8"]
 
@@ -319,7 +321,7 @@ def test_pairs_against_this_very_checkout(tmp_path: Path) -> None:
 
 @pytest.mark.first
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", ["facts", "tests", "speed", "nvme"])
+@pytest.mark.parametrize("stage", quick(["facts", "tests", "speed", "nvme"], ["facts"], ["tests", "speed"]))
 def test_a_stage_of_the_check_of_a_gpu(stage: str, tmp_path: Path) -> None:
     """On the double of CUDA: each part passes, and the whole is one JSON and one archive."""
     done = check(stage, tmp_path)
