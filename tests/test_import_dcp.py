@@ -7,13 +7,11 @@ import json
 import pickle
 import random
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -26,27 +24,19 @@ from infinity.storage.checkpoints import find
 from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of
 from .fsdp_states import ARCHIVE, KINDS, record
 from .offloaded import ON_HOST, config_for
+from .recorded import saved_in, unpack
 from .test_pickled import mutated
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fsdp")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpack(ARCHIVE, tmp_path_factory.mktemp("fsdp"))
 
 
 @pytest.fixture
 def copied(recorded: Path, tmp_path: Path) -> Path:
     """A checkpoint that a test may change."""
     return Path(shutil.copytree(recorded / "nested", tmp_path / "saved"))
-
-
-def saved_in(path: str | Path, stem: str) -> dict[str, torch.Tensor]:
-    file = find(str(path)).file(stem)
-    assert file is not None
-    return safetensors.torch.load_file(file)
 
 
 def check_that_it_goes_on(saved: Path, losses: list[float], folder: Path) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from infinity.storage.checkpoints import find
 from .command_line import python
 from .deepspeed_states import ARCHIVE, CASES, MORE, STEPS, build, groups_of, loss_of
 from .offloaded import ON_HOST, config_for
+from .recorded import saved_in, unpack
 
 REFUSED = "universal-round-robin"
 RATE = 0.01
@@ -35,10 +35,7 @@ RATE = 0.01
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("deepspeed")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpack(ARCHIVE, tmp_path_factory.mktemp("deepspeed"))
 
 
 @pytest.fixture
@@ -76,11 +73,6 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
             state.pop(lost, None)
     change(content)
     torch.save(content, path)
-
-
-def saved_in(path: str | Path, stem: str) -> dict[str, torch.Tensor]:
-    file = find(str(path)).file(stem)
-    return {} if file is None else safetensors.torch.load_file(file)
 
 
 def wrapped(name: str, folder: Path) -> tuple[Any, Any]:

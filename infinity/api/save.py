@@ -238,9 +238,8 @@ class _Saving:
                 encode(of_rank, given.tensors, f"buffers of rank {rank}")
                 for rank, of_rank in enumerate(others, 1)
             ]
-            rule = engine.optimizer.rule
             self._factors = {
-                name: encode(rule.factors_of(s.factors, s.spec.shape), given.tensors, f"factors of {name}")
+                name: encode(s.factors, given.tensors, f"factors of {name}")
                 for s, name in self._names.items()
                 if s.factors
             }

@@ -16,19 +16,8 @@ from .errors import BuildError
 OURS: Final = frozenset(
     (
         *("__init__.py", "__main__.py", "version.py", "py.typed", "_aio.pyi", "_cpu_adam.pyi"),
-        *(
-            "api",
-            "autograd",
-            "cli",
-            "core",
-            "grads",
-            "hardware",
-            "integrations",
-            "optim",
-            "params",
-            "planning",
-        ),
-        "storage",
+        *("api", "autograd", "cli", "core", "grads", "hardware"),
+        *("integrations", "optim", "params", "planning", "storage"),
     )
 )
 

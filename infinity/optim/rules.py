@@ -17,7 +17,7 @@ from infinity.core.errors import OptimizerTypeError, StateDictError
 from infinity.hardware.cpu_adam import SGD, Adagrad, Adam, Lion
 from infinity.hardware.cpu_adam import Options as ElementOptions
 from infinity.hardware.muon import Muon
-from infinity.planning.matrices import ADAFACTOR, factors_of
+from infinity.planning.matrices import ADAFACTOR, FACTORS, factors_of
 from infinity.planning.parts import ADAM, MATRIX
 
 from .muon import Muon as MuonOptimizer
@@ -335,7 +335,7 @@ _ALL: Final = frozenset(
     (
         *(name for rule in (*_RULES.values(), _MUON, _LION) for name in rule.moments),
         *("square_avg", "grad_avg", "acc_delta", "exp_inf", "prev", *_BEGINS_WITH, "ax"),
-        *("row_var", "col_var", "variance"),
+        *FACTORS,
     )
 )
 #: Options of some of torch's optimizers that tell them apart, unlike those that newer versions of torch add.
@@ -439,7 +439,7 @@ def foreign(state: Group, rule: Rule) -> list[str]:
     """Return what saved state of a parameter has that only other rules keep."""
     if rule.code is not None:
         ours = {*rule.moments, *rule.code.counters, "step", "master", "front"}
-        ours |= {"row_var", "col_var", "variance"} if rule.has_factors else set()
+        ours |= {*FACTORS} if rule.has_factors else set()
         return sorted(name for name, value in state.items() if name not in ours and value is not None)
     alike = (r for r in (*_RULES.values(), _LION) if (r.kind, r.whole) == (rule.kind, rule.whole))
     ours = {*rule.moments, *(name for r in alike for name in r.moments)}

@@ -65,6 +65,10 @@ def work_on(param: ParamSpec) -> int:
     return flops_of(param.shape) if param.matrix == MUON else 10 * param.numel
 
 
+#: The names of what `factors_of` returns.
+FACTORS = ("row_var", "col_var", "variance")
+
+
 def factors_of(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Return what Adafactor keeps of a parameter, by name: shapes, of values in fp32."""
     if len(shape) < 2:
