@@ -510,3 +510,76 @@ def test_a_scheduler_says_the_rate_that_comes_next(
 ) -> None:
     _, foreign = import_deepspeed(str(copied("stage3-fp32")[0]), str(tmp_path / "made"))
     assert foreign.state["scheduler"]["_last_lr"] == [options["lr"] for options, _ in foreign.groups]
+
+
+def optim_file(tag: Path, rank: int) -> Path:
+    [path] = tag.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return path
+
+
+@pytest.mark.parametrize("name", ["stage3-bf16", "stage3-fp32"])
+def test_a_rank_that_has_the_file_of_another_is_refused(
+    name: str, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    saved, tag = copied(name)
+    shutil.copy(optim_file(tag, 0), optim_file(tag, 1))
+    with pytest.raises(DataError, match="the same masters and moments in the files of ranks 0, 1"):
+        import_deepspeed(str(saved), str(tmp_path / "made"))
+
+
+def test_a_rank_of_another_step_is_refused(
+    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    saved, tag = copied("stage3-bf16")
+
+    def later(content: Any) -> None:
+        for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+            state["step"] = state["step"] + 4
+
+    edit(optim_file(tag, 1), later)
+    with pytest.raises(DataError, match="not of one save"):
+        import_deepspeed(str(saved), str(tmp_path / "made"))
+
+
+@pytest.mark.parametrize("how", ["cut", "gone", "of another step"])
+def test_files_of_models_of_all_ranks_are_needed_at_stage_3(
+    how: str, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    saved, tag = copied("stage3-bf16")
+    [path] = tag.glob("*zero_pp_rank_1_mp_rank_00_model_states.pt")
+    if how == "cut":
+        os.truncate(path, 2000)
+    elif how == "gone":
+        path.unlink()
+    else:
+        edit(path, lambda content: content.update(global_steps=content["global_steps"] + 1))
+    with pytest.raises((DataError, CorruptionError)):
+        import_deepspeed(str(saved), str(tmp_path / "made"))
+
+
+@pytest.mark.parametrize("stem", ["fp32", "exp_avg", "exp_avg_sq"])
+def test_a_universal_checkpoint_that_lacks_a_value_is_refused(
+    stem: str, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    saved, tag = copied("universal-stage3")
+    (tag / "zero" / "embed.weight" / f"{stem}.pt").unlink()
+    with pytest.raises(DataError, match=rf"no embed\.weight/{stem}\.pt"):
+        import_deepspeed(str(saved), str(tmp_path / "made"))
+
+
+@pytest.mark.parametrize("text", [b"\0" * 12, b"\xff\xfe", b""])
+def test_a_latest_that_names_nothing_is_refused(
+    text: bytes, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    saved, _ = copied("stage1-fp32")
+    (saved / "latest").write_bytes(text)
+    with pytest.raises(DataError, match="latest names no directory"):
+        import_deepspeed(str(saved), str(tmp_path / "made"))
+
+
+def test_an_import_into_itself_does_not_speak_of_leftovers(
+    copied: Callable[[str], tuple[Path, Path]],
+) -> None:
+    saved, _ = copied("stage1-fp32")
+    with pytest.raises(DirectoryError, match="is the checkpoint that is imported"):
+        import_deepspeed(str(saved), str(saved))

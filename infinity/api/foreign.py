@@ -267,8 +267,16 @@ def scheduler_beside(left_out: list[str], *directories: str) -> dict[str, Any] |
     return None
 
 
-def check_new(path: str) -> None:
-    """Raise `DirectoryError` unless nothing is at `path`, or an empty directory."""
+def check_new(path: str, source: str | None = None) -> None:
+    """Raise `DirectoryError` unless nothing is at `path`, or an empty directory, and `source` is elsewhere."""
+    if source is not None and os.path.realpath(path) == os.path.realpath(source):
+        raise DirectoryError(
+            f"{path} is the checkpoint that is imported",
+            path=path,
+            expected="a new directory, or an empty one",
+            found="one directory for both",
+            cure="name another directory for the import",
+        )
     try:
         there = sorted(os.listdir(path))
     except FileNotFoundError:

@@ -75,7 +75,7 @@ def import_dcp(directory: str, path: str, progress: Progress | None = None) -> t
         DataError: the checkpoint is of a kind that cannot be imported.
         CorruptionError: a file is damaged.
     """
-    check_new(path)
+    check_new(path, directory)
     try:
         saved = _Saved(directory)
         foreign = _foreign(saved)

@@ -89,7 +89,7 @@ def import_deepspeed(directory: str, path: str, progress: Progress | None = None
         DataError: the checkpoint is of a kind that cannot be imported.
         CorruptionError: a file is damaged.
     """
-    check_new(path)
+    check_new(path, directory)
     with contextlib.ExitStack() as stack:
         files = _Files(directory, stack)
         try:
@@ -136,6 +136,7 @@ class _Files:
                 raise _of_parallelism(self.path, "tensor or pipeline parallelism", name)
         #: By rank; at stages 1 and 2 there is one, for all ranks.
         self.models = {int(m[1] or 0): os.path.join(self.path, name) for name, m in models.items()}
+        self.model_of_each = any(m[1] for m in models.values())
         self.optimizers = {int(m[2]): os.path.join(self.path, name) for name, m in optimizers.items()}
         if not models or len(self.models) != len(models) or len(self.optimizers) != len(optimizers):
             found = ", ".join(names[:8]) or "nothing"
@@ -172,7 +173,7 @@ def _tag_of(directory: str) -> str:
                 tag = file.read(4096).strip()
         except OSError as error:
             raise failed("read", path, error) from error
-        if not tag or os.path.basename(tag) != tag or tag == "..":
+        if not tag or os.path.basename(tag) != tag or tag == ".." or not {"\0", "\ufffd"}.isdisjoint(tag):
             raise DataError(
                 f"{path} names no directory",
                 expected="the name of a directory beside it",
@@ -331,6 +332,7 @@ def _stage_of(state: Any) -> int:
 
 def _states_of(files: _Files) -> list[Any]:
     """Return the optimizer's state of each rank."""
+    _check_models(files)
     states = [
         entry(files.open(path), "optimizer_state_dict", dict, path)
         for _, path in sorted(files.optimizers.items())
@@ -358,6 +360,26 @@ def _states_of(files: _Files) -> list[Any]:
         if any(entry_of(part, "partition_count") not in (None, len(states)) for part in partitions):
             raise _of_parallelism(files.path, "expert parallelism", f"partitions of rank {rank}")
     return states
+
+
+def _check_models(files: _Files) -> None:
+    """Raise `DataError` unless the files of models that each rank has, at stage 3, are those of one save."""
+    if not files.model_of_each:
+        return
+    if lacking := sorted(files.optimizers.keys() - files.models.keys()):
+        raise DataError(
+            f"{files.path} does not have the files of all ranks",
+            expected="*_model_states.pt of each rank",
+            found=f"none of the ranks {', '.join(map(str, lacking))}"[:300],
+            cure="copy all files of the checkpoint, from every node",
+        )
+    steps: dict[int, int] = {}
+    for rank, path in sorted(files.models.items()):
+        with TorchFile(path) as file:
+            steps.setdefault(entry(file.value, "global_steps", int, path), rank)
+    if len(steps) > 1:
+        ranks = ", ".join(f"step {step} of rank {rank}" for step, rank in steps.items())
+        raise _of_several_saves(files.path, ranks[:300])
 
 
 def _base_of(state: Any, stage: int, path: str) -> dict[str, Any]:
@@ -506,20 +528,56 @@ def _partitions(
     found: dict[str, dict[str, list[Extent]]] = {}
     steps: list[int | None] = []
     kinds: list[tuple[str, ...]] = []
+    flats_of: dict[int, list[SavedTensor]] = {}
     for index, names in enumerate(shapes):
         saved = [entry(b, "state", dict, files.path).get(index, {}) for b in base]
         there = {name for state in saved for name in state if isinstance(name, str)}
         if others := there - {*MOMENTS, "step"}:
             raise other_optimizer(files.path, f"{', '.join(sorted(others))[:100]} of a param group")
         kinds.append(MOMENTS if there & {*MOMENTS} else ())
-        steps.append(count_in(saved[0]["step"], 0) if "step" in there else None)
+        counts = {count_in(state["step"], 0) for state in saved if "step" in state}
+        if len(counts) > 1:
+            told = ", ".join(map(str, sorted(counts)))
+            raise _of_several_saves(files.path, f"steps {told} of one param group")
+        steps.append(counts.pop() if counts else None)
         flats = {"parameters": [_flat(of_rank, index, files.path) for of_rank in masters]}
         flats |= {kind: [_flat(state, kind, files.path) for state in saved] for kind in kinds[-1]}
+        for rank, of_rank in enumerate(zip(*flats.values(), strict=True)):
+            flats_of.setdefault(rank, []).extend(of_rank)
         if stage == _STAGE_3:
             _cut_each(files.path, names, flats, found)
         else:
             _cut_group(files.path, index, names, states, flats, found)
+    if any(kinds):
+        _check_apart(files.path, flats_of, found)
     return _Sources(steps, lambda index, _: kinds[index], lambda name: contextlib.nullcontext(found[name]))
+
+
+def _check_apart(
+    path: str,
+    flats_of: Mapping[int, Sequence[SavedTensor]],
+    found: Mapping[str, Mapping[str, Sequence[Extent]]],
+) -> None:
+    """Raise `DataError` if two ranks have the same values: one's file was copied over the other's. At stage 3
+    nothing else tells. Ranks that have nothing but padding may be alike."""
+    used = {id(e.tensor) for kinds in found.values() for e in kinds["parameters"] if e.numel}
+    known: dict[tuple[int, ...], int] = {}
+    for rank, flats in flats_of.items():
+        crcs = tuple(flat.crc for flat in flats)
+        if not any(crcs) or used.isdisjoint(map(id, flats)):
+            continue
+        if (other := known.setdefault(crcs, rank)) != rank:
+            alike = f"the same masters and moments in the files of ranks {other}, {rank}"
+            raise _of_several_saves(path, alike)
+
+
+def _of_several_saves(path: str, found: str) -> DataError:
+    return DataError(
+        f"{path} has files that are not of one save",
+        expected="files of one save, each of its own rank",
+        found=found,
+        cure="copy all files of the checkpoint again, from every node, into an empty directory",
+    )
 
 
 def _flat(of_rank: Any, key: Any, path: str) -> SavedTensor:
@@ -612,17 +670,22 @@ def _universal(files: _Files, saved: Any, shapes: Sequence[Mapping[str, tuple[in
     """Return where the values of a universal checkpoint are: each in a file of its own."""
     there = {name: shape for group in shapes for name, shape in group.items()}
     root = os.path.join(files.path, _UNIVERSAL)
-    if absent := sorted(there.keys() - set(listing(root, "DeepSpeed"))):
+    listing(root, "DeepSpeed")
+
+    def has(name: str, stem: str) -> bool:
+        return os.path.exists(os.path.join(root, name, f"{stem}.pt"))
+
+    kinds = ("fp32", *(kind for kind in MOMENTS if any(has(name, kind) for name in there)))
+    if absent := [f"{name}/{stem}.pt" for name in there for stem in kinds if not has(name, stem)]:
         raise DataError(
-            f"{root} does not have all parameters",
-            expected="a directory for each trained parameter, with fp32.pt",
-            found=f"none for {', '.join(absent[:8])}",
+            f"{root} does not have all values",
+            expected=f"a directory for each trained parameter, with {', '.join(f'{k}.pt' for k in kinds)}",
+            found=f"no {', '.join(absent[:8])}",
             cure="copy all files of the checkpoint, or convert it again",
         )
 
     def moments(index: int, name: str) -> tuple[str, ...]:
-        have = all(os.path.exists(os.path.join(root, name, f"{kind}.pt")) for kind in MOMENTS)
-        return MOMENTS if have else ()
+        return MOMENTS if {*kinds} >= {*MOMENTS} else ()
 
     @contextlib.contextmanager
     def values(name: str) -> Iterator[Values]:

@@ -480,7 +480,7 @@ class _Storage:
         self._source = source
         self._begin = begin
         self.nbytes = nbytes
-        self._expected = crc
+        self.expected = crc
         self._crc = 0
         self._until = 0  # where the bytes end that the checksum has
 
@@ -494,7 +494,7 @@ class _Storage:
 
     def _skip(self, end: int) -> None:
         """Have the bytes before `end` in the checksum."""
-        if not self._expected:
+        if not self.expected:
             return
         bounce = memoryview(bytearray(min(_PIECE, max(0, end - self._until))))
         while self._until < end:
@@ -506,10 +506,10 @@ class _Storage:
     def check(self, name: str) -> None:
         """Raise `CorruptionError` unless all bytes are those that were written."""
         self._skip(self.nbytes)
-        if self._expected and self._crc != self._expected:
+        if self.expected and self._crc != self.expected:
             raise _damaged(
                 self._source.path,
-                _Wrong(f"CRC-32 {self._expected:08x} of {name}", f"{self._crc:08x}"),
+                _Wrong(f"CRC-32 {self.expected:08x} of {name}", f"{self._crc:08x}"),
             )
 
 
@@ -527,6 +527,11 @@ class SavedTensor:
     def numel(self) -> int:
         """Elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def crc(self) -> int:
+        """The CRC-32 that its file has of its storage; 0: none."""
+        return self.storage.expected
 
     def read(self, first: int, out: torch.Tensor) -> None:
         """Read the elements from element `first` on into `out`, a tensor of its dtype, contiguous on the CPU.
