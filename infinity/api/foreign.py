@@ -268,7 +268,7 @@ def scheduler_beside(left_out: list[str], *directories: str) -> dict[str, Any] |
 
 
 def check_new(path: str, source: str | None = None) -> None:
-    """Raise `DirectoryError` unless nothing is at `path`, or an empty directory, and `source` is elsewhere."""
+    """Raise `DirectoryError` unless nothing is at `path`, or an empty directory, and `source` elsewhere."""
     if source is not None and os.path.realpath(path) == os.path.realpath(source):
         raise DirectoryError(
             f"{path} is the checkpoint that is imported",
