@@ -41,6 +41,19 @@ def test_frozen_between_steps_and_edited_groups(config: infinity.Config) -> None
     infinity.close(optimizer)
 
 
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler")
+def test_a_scheduler_from_before_wrap_knows_of_the_steps(config: infinity.Config) -> None:
+    model, plain = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
+    model, optimizer = infinity.wrap(model, plain, config)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()  # it comes too soon, indeed
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1)
+    train(model, optimizer, 1)
+    scheduler.step()
+    infinity.close(optimizer)
+
+
 def test_wrap_takes_over_an_optimizer_that_has_run(config: infinity.Config) -> None:
     reference, torch_optimizer = build()
     train(reference, torch_optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -101,6 +102,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             theirs = getattr(optimizer, name)
             getattr(self, name).update((key, hook) for key, hook in theirs.items() if not is_guard(hook))
         self._sealed = True
+        self._wrapped = weakref.ref(optimizer)
         self._tiers, self._residency, self._gradients = parts.tiers, parts.residency, parts.gradients
         self._comm, self._states = parts.comm, parts.states
         self._edits, self._updater = parts.edits, parts.updater
@@ -190,6 +192,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._unfinished = [loss]
             raise
         self._unfinished = []
+        if (wrapped := self._wrapped()) is not None:
+            vars(wrapped)["_opt_called"] = True  # a scheduler of that optimizer warns where it is missing
         self._seams.stepped(time.perf_counter() - start)
         return loss
 
