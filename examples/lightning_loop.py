@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infinity
+from infinity.integrations.lightning import InfinityStrategy
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="a directory, or a name on the Hugging Face hub")
@@ -24,22 +25,22 @@ given = parser.parse_args()
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, model):
+    def __init__(self):
         super().__init__()
-        self.model = model
+        self.model = None
+
+    def configure_model(self):  # on the drive
+        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(given.model)
 
     def training_step(self, tokens, index):
         return self.model(**tokens, labels=tokens["input_ids"]).loss
 
     def configure_optimizers(self):
-        return self.wrapped
+        return torch.optim.AdamW(self.parameters(), lr=1e-5)
 
 
-config = infinity.Config(nvme=given.nvme, parameters="nvme", optimizer_state="nvme", dtype="bf16")
-with infinity.init(config):  # the model is built on the drive
-    module = Module(AutoModelForCausalLM.from_pretrained(given.model))
-module, module.wrapped = infinity.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-5), config)
-
+module = Module()
 tokenizer = AutoTokenizer.from_pretrained(given.model)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 with open(given.text, encoding="utf-8") as file:
@@ -47,15 +48,20 @@ with open(given.text, encoding="utf-8") as file:
 loader = torch.utils.data.DataLoader(
     lines, batch_size=2, collate_fn=lambda texts: dict(tokenizer(texts, return_tensors="pt", padding=True))
 )
-checkpoint = os.path.join(given.output, "run.ckpt")
+config = infinity.Config(nvme=given.nvme, parameters="nvme", optimizer_state="nvme")
+checkpoint = os.path.join(given.output, "stopped.ckpt")
 trainer = lightning.Trainer(
+    strategy=InfinityStrategy(config),
+    precision="bf16-mixed",
     max_steps=given.steps,
     gradient_clip_val=1.0,
-    callbacks=[infinity.lightning_callback(checkpoint, save_minutes=30)],
+    callbacks=[
+        lightning.pytorch.callbacks.ModelCheckpoint(given.output, every_n_train_steps=50, save_last=True),
+        infinity.lightning_callback(checkpoint, save_minutes=30),
+    ],
     accelerator="auto" if torch.cuda.is_available() else "cpu",
-    devices=1,
+    devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # as torchrun says
     logger=False,
-    enable_checkpointing=False,
     enable_progress_bar=False,
 )
 trainer.fit(module, loader, ckpt_path=checkpoint if os.path.exists(checkpoint) else None)

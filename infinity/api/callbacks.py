@@ -103,12 +103,12 @@ def trainer_callback(*, save_minutes: float | None = None) -> Any:
 def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | None = None) -> Any:
     """Return a callback for ``lightning.Trainer(callbacks=[…])``, whose `LightningModule` is wrapped.
 
-    After a SIGTERM or SIGHUP, Lightning finishes the current step, saves the file `path` by
-    ``trainer.save_checkpoint``, and stops. Then the callback raises SystemExit(75), "try again later";
-    ``fit(ckpt_path=path)`` resumes the run. After a SIGUSR1, and every `save_minutes` minutes, Lightning
-    saves and goes on. A second SIGTERM, a second later or more, ends it now, with exit code 143. With several
-    ranks, a signal to one rank counts for all. In the middle of an epoch Lightning begins its data again,
-    unless the loader has a state (``state_dict``).
+    After a SIGTERM or SIGHUP, Lightning finishes the current step, saves `path` by
+    ``trainer.save_checkpoint`` (a file; with `InfinityStrategy` a directory), and stops. Then the callback
+    raises SystemExit(75), "try again later"; ``fit(ckpt_path=path)`` resumes the run. After a SIGUSR1, and
+    every `save_minutes` minutes, Lightning saves and goes on. A second SIGTERM, a second later or more, ends
+    it now, with exit code 143. With several ranks, a signal to one rank counts for all. In the middle of an
+    epoch Lightning begins its data again, unless the loader has a state (``state_dict``).
 
     If the program ignores a signal or handles it itself, the callback leaves that signal alone. The exception
     is Lightning's own handler of SIGTERM, which ends a run without a save: the callback replaces it for the
@@ -121,7 +121,7 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
 
     class Signals(base):  # type: ignore[misc,valid-type]
         wanted: Wanted | None = None  # no step is made: nothing to train is left
-        step = 0
+        step = saved = -1
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             theirs = signal.getsignal(signal.SIGTERM)
@@ -136,11 +136,14 @@ def lightning_callback(path: str | os.PathLike[str], *, save_minutes: float | No
             end, due = self.wanted.agreed()
             if end or due:
                 trainer.save_checkpoint(path)
+                self.saved = self.step
             trainer.should_stop = trainer.should_stop or bool(end)
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             if self.wanted is not None:
-                if any(self.wanted.agreed()):  # what came behind the last step, or in its save
+                # What came behind the last step, or in its save. What stopped the training is saved: to
+                # Lightning the epoch is complete by now, and a checkpoint of now would leave out its rest.
+                if any(self.wanted.agreed()) and self.saved != trainer.global_step:
                     trainer.save_checkpoint(path)
                 self.wanted.give_back()
                 self.wanted.pass_on()

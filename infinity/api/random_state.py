@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,14 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state(state["numpy"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextlib.contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leave the generators as the block finds them."""
+    before = random_state(device)
+    yield
+    set_random_state(before, device)
 
 
 def set_random_states(states: list[dict[str, Any]], rank: int, world: int, device: torch.device) -> None:

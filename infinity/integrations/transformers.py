@@ -16,14 +16,14 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import torch
 
 import infinity
 from infinity.api.engine import Engine, engine_of
-from infinity.api.random_state import random_state, set_random_state
+from infinity.api.random_state import same_random_numbers
 from infinity.api.together import together
 from infinity.core.config import Config
 from infinity.core.deepspeed import has_settings, read_deepspeed
@@ -209,7 +209,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             self._engine.close()
             self._engine = None
         if self._engine is None:
-            with _same_random_numbers(self.args.device):
+            with same_random_numbers(self.args.device):  # the order of Trainer's data follows from them
                 self.model, self.optimizer = infinity.wrap(self.model, self.optimizer, self._config)
             self._engine = engine_of(self.optimizer)
             self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -337,7 +337,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             super()._load_best_model()
 
     def _load(self, checkpoint: str, state: dict[str, Any] | None) -> dict[str, Any]:
-        with _same_random_numbers(self.args.device):  # Trainer restores them when it has skipped its batches
+        with same_random_numbers(self.args.device):  # Trainer restores them when it has skipped its batches
             return infinity.load(self.optimizer, os.path.join(checkpoint, _HOME), state=state)
 
     def _rotate(self, kept: set[str]) -> None:
@@ -374,14 +374,6 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 def _generate(generate: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """A rank whose texts have ended takes part in the forwards of the others."""
     return generate(*given, **{**named, "synced_gpus": True})
-
-
-@contextlib.contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leave the random numbers as Trainer has set them: the order of its data follows from them."""
-    before = random_state(device)
-    yield
-    set_random_state(before, device)
 
 
 def _is_ours(checkpoint: str) -> bool:

@@ -1,0 +1,323 @@
+"""Lightning's Trainer over a wrapped model: `InfinityStrategy`.
+
+Lightning asks its strategy for everything that depends on where the model is: the ranks, the optimizer, the
+precision, the files. The strategy wraps what ``configure_optimizers`` returns, and all ranks save and load
+together, by `infinity.save` and `infinity.load`. What Lightning itself knows of the run (loops, callbacks,
+schedulers) is a small file of Lightning's beside that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+import infinity
+from infinity.api.engine import Engine, engine_of
+from infinity.api.random_state import same_random_numbers
+from infinity.api.together import together
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, WrapError
+from infinity.core.optional import optional
+from infinity.optim.optimizer import OffloadOptimizer
+from infinity.storage.folder import sync
+
+optional("lightning", None)
+[_DDPStrategy] = optional("lightning.pytorch.strategies", None, "DDPStrategy")
+[_Precision] = optional("lightning.pytorch.plugins.precision", None, "Precision")
+[_TorchCheckpointIO] = optional("lightning.pytorch.plugins.io", None, "TorchCheckpointIO")
+[_apply] = optional("lightning_utilities.core.apply_func", None, "apply_to_collection")
+
+#: Lightning's words for the compute dtype. The weights are fp32, or split, whatever it is.
+_DTYPES: Final = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
+_FILE: Final = "lightning-"  # what Lightning knows; the engine's checkpoint names the one that belongs to it
+_NEW: Final = ".saving"
+
+
+class _Scaled(_Precision):  # type: ignore[misc,valid-type]
+    """The engine casts the weights, and looks for overflow. Batches, and a loss of fp16, need this."""
+
+    def __init__(self, strategy: InfinityStrategy, dtype: torch.dtype | None) -> None:
+        self._strategy, self._dtype = strategy, dtype
+
+    def convert_input(self, data: Any) -> Any:
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+        return data if self._dtype is None else _apply(data, torch.Tensor, cast)
+
+    def pre_backward(self, tensor: Any, module: Any) -> Any:
+        return super().pre_backward(self._strategy.wrapped_optimizer.scale(tensor), module)
+
+
+class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
+    """A strategy for ``lightning.Trainer(strategy=InfinityStrategy(Config(…)))``, with one rank or several.
+
+    The `LightningModule` stays as it is: ``configure_optimizers`` returns an optimizer of torch, and
+    schedulers if it likes. The strategy then does by itself what a wrapped model needs:
+
+    - It wraps the module with that optimizer before the first step or evaluation. `infinity.close` takes the
+      module, after the last one. What ``configure_model`` builds is on the tiers from the start.
+    - ``precision="bf16-mixed"`` and ``"16-mixed"`` become the compute dtype of the `Config`. The strategy
+      casts the floating-point tensors of a batch to it, as Lightning's DeepSpeed does. fp16 has a loss scale.
+      With ``update="backward"``, ``accumulate_grad_batches`` becomes `Config.accumulation`.
+    - A checkpoint, of `ModelCheckpoint` or ``trainer.save_checkpoint``, is a directory from `infinity.save`
+      on all ranks. A save that is killed leaves the older checkpoint of that name, or none.
+      ``fit(ckpt_path=…)`` goes on from it, on any number of ranks, and restores the random numbers. A
+      checkpoint that Lightning wrote without this strategy can be resumed as well.
+    - `ModelCheckpoint` removes an older checkpoint once the newer one is durable on all ranks.
+    - ``ckpt_path="best"`` of ``validate``, ``test`` and ``predict`` loads the whole state of that checkpoint.
+    - With ``save_weights_only=True`` a checkpoint is a file of Lightning's, with all weights, which
+      ``load_from_checkpoint`` reads. `infinity.export` writes a model for ``from_pretrained``.
+
+    Ranks are started by torchrun, SLURM or Lightning, as for ``strategy="ddp"``.
+
+    Args:
+        config: where parameters, gradients and the optimizer's state are. ``device`` is that of Lightning.
+        given: what Lightning's `DDPStrategy` takes for the ranks: ``timeout``, ``process_group_backend``,
+            ``cluster_environment``.
+
+    Raises:
+        DataError: from the import of this module: lightning is not installed, or the installation is broken.
+        ConfigError: `config` is no `Config`, or contradicts the Trainer's precision, devices or
+            ``accumulate_grad_batches``; or the Trainer has a precision or a `CheckpointIO` that the engine
+            cannot take.
+        WrapError: ``configure_optimizers`` returns none or several optimizers, or `wrap` refuses the one; or
+            ``fit`` is called again with a module that is still wrapped.
+        DirectoryError: a checkpoint's path is a file or no path of this machine; or there is none to load.
+        CorruptionError: a checkpoint lacks the file of Lightning's.
+    """
+
+    strategy_name = "infinity"
+    optimizers: Any
+
+    def __init__(self, config: Config, **given: Any) -> None:
+        if not isinstance(config, Config):
+            raise ConfigError(
+                "the strategy takes a Config",
+                expected="infinity.Config(…)",
+                found=repr(config),
+                cure="InfinityStrategy(infinity.Config(…)); for settings of DeepSpeed: "
+                "InfinityStrategy(infinity.Config.from_deepspeed(file)[0])",
+            )
+        self._given = self._config = config
+        self._engine: Engine | None = None
+        super().__init__(**given)
+
+    @property
+    def wrapped_optimizer(self) -> OffloadOptimizer:
+        """The optimizer that `wrap` has returned."""
+        if self._engine is None:
+            raise WrapError(
+                "the strategy has not wrapped the module yet",
+                expected="a call behind Trainer's setup: in a step, or on_fit_start",
+                found="no wrapped module",
+                cure="call it later",
+            )
+        return self._engine.optimizer
+
+    # -- what the Trainer sets up -----------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's plugin for the precision."""
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None
+        if plugin is None:  # the Trainer sets its own
+            return
+        name = plugin.precision
+        if name not in _DTYPES or "convert_module" in vars(type(plugin)):
+            raise ConfigError(
+                "the engine keeps the weights, and cannot take this precision",
+                expected=" or ".join(f"precision={name!r}" for name in _DTYPES),
+                found=f"precision={name!r}",
+                cure="a precision of these, or Config(dtype=…) without a precision",
+            )
+        dtype = _DTYPES[name]
+        if dtype and self._given.dtype not in (None, dtype):
+            raise ConfigError(
+                "the Config contradicts the Trainer",
+                expected=f"a precision that goes with Config(dtype={self._given.dtype!r})",
+                found=f"precision={name!r}",
+                cure="leave precision out",
+            )
+        self._config = self._given.replace(dtype=dtype) if dtype else self._given
+        self._precision_plugin = _Scaled(self, self._config.compute_dtype)
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """What ``configure_model`` builds is on the tiers from the start."""
+        with infinity.init(self._config):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Wrap the module, where it is not wrapped yet."""
+        self.accelerator.setup(trainer)
+        if type(self.checkpoint_io) is not _TorchCheckpointIO:
+            raise ConfigError(
+                "the engine writes the checkpoints",
+                expected="no CheckpointIO among the Trainer's plugins",
+                found=type(self.checkpoint_io).__name__,
+                cure="leave it out",
+            )
+        fits, wrapped = trainer.state.fn == "fit", self._is_wrapped()
+        if wrapped and fits:
+            raise WrapError(
+                "fit was called a second time, and the optimizer of the first is still there",
+                expected="one fit for each wrapped module",
+                found="a module that is wrapped already",
+                cure="to begin with a new optimizer, call infinity.unwrap(module) before fit; to go on, "
+                "trainer.save_checkpoint(path), infinity.unwrap(module), and fit(module, ckpt_path=path)",
+            )
+        if not wrapped:
+            self.setup_optimizers(trainer)
+            self._wrap(trainer)
+        self.setup_precision_plugin()
+
+    def _is_wrapped(self) -> bool:
+        try:
+            return self._engine is not None and engine_of(self.lightning_module) is self._engine
+        except WrapError:  # another module, or one that is plain again
+            return False
+
+    def _wrap(self, trainer: Any) -> None:
+        if len(self.optimizers) != 1:
+            raise WrapError(
+                "the engine trains with one optimizer",
+                expected="one optimizer from configure_optimizers, with as many param groups as you like",
+                found=f"{len(self.optimizers)} optimizers",
+                cure="return one; an optimizer for each of two models needs a loop of your own",
+            )
+        config, here = self._config, self.root_device
+        if config.device is None:
+            config = config.replace(device=here.type if self.world_size > 1 else str(here))
+        if config.update == "backward":
+            count = trainer.accumulate_grad_batches
+            if config.accumulation not in (1, count):
+                raise ConfigError(
+                    "the Config contradicts the Trainer",
+                    expected=f"accumulate_grad_batches={config.accumulation}, as Config.accumulation",
+                    found=f"accumulate_grad_batches={count}",
+                    cure=f"Config(accumulation={count})",
+                )
+            config = config.replace(accumulation=count)
+        with same_random_numbers(here):  # those of the ranks are as with strategy="ddp"
+            _, optimizer = infinity.wrap(self.lightning_module, self.optimizers[0], config)
+        self._engine = engine_of(optimizer)
+        if self._engine.comm.world != self.world_size:
+            found = self._engine.comm.world
+            infinity.close(optimizer)
+            raise ConfigError(
+                "Lightning does not know of all ranks: each would train with the data of others",
+                expected=f"a world size of {found}, as of torch.distributed",
+                found=f"{self.world_size} in Lightning: devices × num_nodes",
+                cure="devices= and num_nodes= of the Trainer as they were given to torchrun or SLURM",
+            )
+        self.optimizers = [optimizer]
+
+    # -- checkpoints, on all ranks ----------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """`infinity.load` takes a wrapped module."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` saves the weights."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` saves the state."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the run on all ranks: into a directory, or weights alone into a file of Lightning's."""
+        if "optimizer_states" not in checkpoint:
+            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        optimizer, path = self.wrapped_optimizer, _local(filepath)
+        exists = os.path.isdir(path)
+        target, file = path if exists else path + _NEW, f"{_FILE}{secrets.token_hex(8)}.ckpt"
+
+        def begin() -> None:
+            if not exists:
+                shutil.rmtree(target, ignore_errors=True)
+                os.makedirs(target)
+            self.checkpoint_io.save_checkpoint(checkpoint, os.path.join(target, file))
+            sync(os.path.join(target, file))
+            sync(target)
+
+        def end() -> None:
+            for name in os.listdir(target):
+                if name.startswith(_FILE) and name != file:
+                    os.remove(os.path.join(target, name))
+            if not exists:
+                os.rename(target, path)
+            sync(os.path.dirname(path))
+
+        try:
+            self._together("the begin of a checkpoint", begin)
+            infinity.save(optimizer, target, state={"lightning": file}, keep_last=1)
+            self._together("the end of a checkpoint", end)
+        except BaseException:
+            if self.is_global_zero and not exists:  # it may be the drive that is full
+                shutil.rmtree(target, ignore_errors=True)
+            raise
+
+    def load_checkpoint(self, checkpoint_path: Any, *given: Any, **named: Any) -> dict[str, Any]:
+        """Load the run on all ranks, and return what Lightning knows of it."""
+        if not os.path.isdir(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, *given, **named)  # type: ignore[no-any-return]
+        state = infinity.load(self.wrapped_optimizer, checkpoint_path)
+        file = os.path.join(checkpoint_path, str(state.get("lightning")))
+        if not os.path.isfile(file):
+            raise CorruptionError(
+                f"the checkpoint {os.fspath(checkpoint_path)} lacks what Lightning knows of the run",
+                path=file,
+                expected=f"a file {_FILE}*.ckpt, which the strategy writes beside the engine's checkpoint",
+                found="no such file; infinity.save, called by hand, writes none",
+                cure="another checkpoint; or fit without ckpt_path, and in on_fit_start "
+                "infinity.load(self.optimizers().optimizer, directory): Lightning begins its loops anew",
+            )
+        return self.checkpoint_io.load_checkpoint(file, *given, **named)  # type: ignore[no-any-return]
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights from a file of Lightning's; those of a directory are loaded already."""
+        if checkpoint["state_dict"]:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state from a file of Lightning's; that of a directory is loaded already."""
+        if any(checkpoint["optimizer_states"]):
+            [state] = checkpoint["optimizer_states"]
+            self.wrapped_optimizer.load_state_dict(state)
+
+    def _together(self, what: str, call: Callable[[], Any]) -> None:
+        """Make the call on the first rank, and raise its error on all."""
+        engine = self._engine
+        assert engine is not None
+        engine.deferral.run(
+            lambda: together(engine.comm, what, call if self.is_global_zero else lambda: None)
+        )
+
+
+def _local(filepath: Any) -> str:
+    path: str = os.path.abspath(filepath)
+    if "://" in str(filepath) or os.path.isfile(path):
+        raise DirectoryError(
+            "the checkpoint cannot be a directory here",
+            path=str(filepath),
+            expected="a path on this machine, of a directory or of nothing yet",
+            found="a file" if os.path.isfile(path) else "an address",
+            cure="another path; ModelCheckpoint(dirpath=…) and default_root_dir=… name a directory",
+        )
+    return path
