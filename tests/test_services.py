@@ -1,9 +1,8 @@
-"""The unit of systemd and the batch script of SLURM in docs/runs.md, as they stand."""
+"""The unit of systemd and the batch script of SLURM in examples/, as they stand."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -19,9 +18,9 @@ from .command_line import ROOT, words
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
-PAGE = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-SCRIPT, BATCH = re.findall(r"```sh\n(#!/bin/bash\n.*?)```", PAGE, flags=re.DOTALL)
-(UNIT,) = re.findall(r"```ini\n(.*?)```", PAGE, flags=re.DOTALL)
+SCRIPT, BATCH, UNIT = (
+    (ROOT / "examples" / f"train.{kind}").read_text(encoding="utf-8") for kind in ("sh", "sbatch", "service")
+)
 #: `srun` starts its step; SLURM then signals what it has started. `scontrol` is only noted.
 STUBS = {
     "infinity": f'echo $$ > pids\nexec {sys.executable} -u -m infinity "$@"\n',

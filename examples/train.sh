@@ -1,0 +1,8 @@
+#!/bin/bash
+# train.sh DIR OPTION...: begins a run in DIR, or goes on with the one that is there
+run=$1
+shift
+if compgen -G "$run/step-*/index.json" > /dev/null; then
+    set -- --resume "$@"
+fi
+exec infinity train --output "$run" "$@"
