@@ -73,6 +73,19 @@ def test_two_distributions_in_one_directory_are_an_error(last: str, site: Path) 
         assert _run(site, "-c", "import infinity").returncode == 0
 
 
+def test_another_package_of_this_name_elsewhere_is_an_error(site: Path, tmp_path: Path) -> None:
+    """As an editable installation leaves it: whose `infinity` a program gets, the order of the path says."""
+    (tmp_path / "megatrain" / "infinity").mkdir(parents=True)
+    (tmp_path / "megatrain" / "infinity" / "__init__.py").touch()
+    copy = tmp_path / "copy" / "infinity"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    script = "import sys; sys.path.append(sys.argv[1]); import infinity"
+    assert _run(site, "-c", script, str(copy.parent)).returncode == 0
+    done = _run(site, "-c", script, str(tmp_path / "megatrain"))
+    assert "BuildError: two packages on the path are named `infinity`" in done.stderr
+    assert str(tmp_path / "megatrain" / "infinity") in done.stderr
+
+
 @pytest.mark.slow
 def test_a_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     shutil.copytree(
