@@ -40,6 +40,9 @@ def test_a_package_that_another_one_imports_is_blamed(
     assert caught.value.cure == "pip install --force-reinstall their_plots"
     with pytest.raises(DataError, match="nothing_such is not installed"):
         optional("nothing_such", "hf")
+    with pytest.raises(DataError, match="nothing_such is not installed") as caught:
+        optional("nothing_such.of_it", None, "Thing")
+    assert caught.value.cure == "pip install nothing_such"
 
 
 @pytest.mark.first

@@ -12,25 +12,27 @@ _DISTRIBUTION: Final = "infinity-offload"
 
 
 def optional(package: str, extra: str | None, *names: str) -> list[Any]:
-    """Return the objects `names` of a package. `extra` is infinity's extra that installs it; None: none does.
+    """Return the objects `names` of a package, or of a module of it. `extra` is infinity's extra that
+    installs it; None: none does.
 
     Raises:
         DataError: the package is not installed, or it, or a package that it imports, is broken.
     """
+    installed = package.partition(".")[0]
     try:
-        if importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(installed) is None:
             raise DataError(
-                f"{package} is not installed",
-                expected=f"the package {package}",
-                found=f"No module named {package!r}",
-                cure=f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install {package}",
+                f"{installed} is not installed",
+                expected=f"the package {installed}",
+                found=f"No module named {installed!r}",
+                cure=f"pip install '{_DISTRIBUTION}[{extra}]'" if extra else f"pip install {installed}",
             )
         module = importlib.import_module(package)
         return [getattr(module, name) for name in names]  # some import only now what they need
     except DataError:
         raise
     except Exception as error:  # whatever a package that is broken raises
-        raise broken(package, error) from error
+        raise broken(installed, error) from error
 
 
 def broken(package: str, error: BaseException) -> DataError:

@@ -27,7 +27,6 @@ from infinity.core.optional import optional
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.folder import sync
 
-optional("lightning", None)
 [_DDPStrategy] = optional("lightning.pytorch.strategies", None, "DDPStrategy")
 [_Precision] = optional("lightning.pytorch.plugins.precision", None, "Precision")
 [_TorchCheckpointIO] = optional("lightning.pytorch.plugins.io", None, "TorchCheckpointIO")
@@ -72,6 +71,8 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
       checkpoint that Lightning wrote without this strategy can be resumed as well.
     - `ModelCheckpoint` removes an older checkpoint once the newer one is durable on all ranks.
     - ``ckpt_path="best"`` of ``validate``, ``test`` and ``predict`` loads the whole state of that checkpoint.
+    - ``on_save_checkpoint`` and ``on_load_checkpoint`` work for what they add. The state dicts that they see
+      are empty.
     - With ``save_weights_only=True`` a checkpoint is a file of Lightning's, with all weights, which
       ``load_from_checkpoint`` reads. `infinity.export` writes a model for ``from_pretrained``.
 
