@@ -45,6 +45,7 @@ trainer = offloaded(trl.SFTTrainer)(
     processing_class=AutoTokenizer.from_pretrained(given.model),
     peft_config=peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     infinity=config,
+    save_frozen=False,  # the checkpoints hold the adapters; `from_pretrained` brings the base
 )
 trainer.train()
 infinity.export(trainer.model, f"{given.output}/adapters")

@@ -50,10 +50,13 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def made(config: dict[str, Any], optimizer: str = "") -> tuple[Net, Any]:
-    """A model and its optimizer, wrapped: AdamW, or one of `OWN`."""
+def made(config: dict[str, Any], optimizer: str = "", frozen: bool = False) -> tuple[Net, Any]:
+    """A model, with a frozen base or not, and its optimizer, wrapped: AdamW, or one of `OWN`."""
     torch.manual_seed(7)
     model = Net()
+    if frozen:
+        model.first.requires_grad_(False)
+        model.layers.requires_grad_(False)
     params = [p for p in model.parameters() if p.requires_grad]
     adam = OWN[optimizer](params) if optimizer else torch.optim.AdamW(params, lr=1e-3)
     return infinity.wrap(model, adam, infinity.Config(**config))
@@ -78,15 +81,16 @@ def trained(
     before: int = 0,
     save: str = "",
     optimizer: str = "",
+    frozen: bool = False,
 ) -> dict[str, Any]:
     """Go on from what is at `load` for `before` steps, save, take `STEPS` more; return what comes of them."""
-    model, adam = made(config, optimizer)
+    model, adam = made(config, optimizer, frozen)
     if load:
         infinity.load(adam, load)
     for _ in range(before):
         step(model, adam, rank, world)
     if save:
-        infinity.save(adam, save)
+        infinity.save(adam, save, frozen=not frozen)
     losses = [step(model, adam, rank, world) for _ in range(STEPS)]
     found = {"losses": losses, "after": digest(model, adam), "steps": adam.steps}
     infinity.close(adam)

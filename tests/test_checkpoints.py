@@ -336,6 +336,61 @@ def test_a_parameter_that_was_frozen_meanwhile_begins_with_its_first_step(tmp_pa
     assert [float(s["step"]) for s in states] == [1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("place", ["device", "nvme"])
+def test_a_checkpoint_without_the_frozen_parameters(place: str, tmp_path: Path) -> None:
+    """It is small; and it goes on over the same base alone."""
+
+    def made(*, base: int = 0, dtype: str | None = "bf16", open_base: bool = False) -> Any:
+        torch.manual_seed(base)
+        frozen = nn.Linear(256, 256).requires_grad_(open_base)
+        torch.manual_seed(1)
+        model = nn.Sequential(frozen, nn.Linear(256, 4))
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return infinity.wrap(model, adam, config_for(tmp_path, **PLACES[place], dtype=dtype))
+
+    def step(model: nn.Module, adam: torch.optim.Optimizer) -> None:
+        given = torch.ones(2, 256, dtype=next(model.parameters()).dtype)
+        model(given).square().sum().backward()
+        adam.step()
+        adam.zero_grad()
+
+    root = tmp_path / "saved"
+    model, adam = made()
+    step(model, adam)
+    saved = Path(infinity.save(adam, root, frozen=False))
+    assert sum(path.stat().st_size for path in saved.iterdir()) < 64 << 10
+    step(model, adam)
+    wanted = [*model.state_dict().values()]
+    infinity.close(adam)
+
+    model, adam = made()
+    step(model, adam)
+    infinity.load(adam, root)
+    step(model, adam)
+    assert all(map(torch.equal, model.state_dict().values(), wanted))
+    infinity.close(adam)
+
+    model, adam = made(base=5)
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(StateDictError, match=r"over other frozen parameters[^$]*0\.weight, 0\.bias"):
+        infinity.load(adam, root)
+    assert all(map(torch.equal, model.state_dict().values(), before))
+    step(model, adam)  # nothing was changed: it goes on
+    with pytest.raises(StateDictError, match="has no frozen parameters"):
+        infinity.export(saved, tmp_path / "out")
+    with pytest.raises(StateDictError, match="has no frozen parameters"):
+        infinity.inference(
+            nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 4)), config_for(tmp_path), weights=saved
+        )
+    infinity.close(adam)
+
+    for given in ({"dtype": "fp32"}, {"open_base": True}):  # what cannot be compared, and what trains now
+        model, adam = made(**given)
+        infinity.load(adam, root, strict=not given.get("open_base", False))
+        step(model, adam)
+        infinity.close(adam)
+
+
 def test_who_makes_a_directory_need_not_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system may list what was made in it only later; the save waited for its own lock then."""
     monkeypatch.setattr("infinity.api.save.is_in", lambda name, path: False)

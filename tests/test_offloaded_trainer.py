@@ -356,7 +356,7 @@ def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, t
     runs = []
     for name, trainer, given in (
         ("torch", lambda cls: cls, {}),
-        ("engine", offloaded, {"infinity": config}),
+        ("engine", offloaded, {"infinity": config, "save_frozen": build is not sft}),
     ):
         seen = Seen()
         run = build(tmp_path / name, trainer, seen, **given)
@@ -372,6 +372,8 @@ def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, t
                 tmp_path / name / "checkpoint-4" / "adapter_model.safetensors"
             )
             assert len(adapters) == 8
+            for index in (tmp_path / name).glob("checkpoint-4/infinity/*/index.json"):
+                assert len(json.loads(index.read_text())["index"]["parameters"]) == 8
         if given:
             infinity.close(run.model)
     wanted, found = runs

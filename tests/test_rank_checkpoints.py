@@ -102,6 +102,21 @@ def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(
         assert contents(other / "step-2") == contents(one / "step-2")
 
 
+def test_a_base_that_is_left_out_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    wanted = alone(job(tmp_path, "host", before=2, save=one, frozen=True))
+    (found,) = ranks(2, job(tmp_path, "nvme", load=one, save=two, frozen=True))
+    assert found == wanted
+    assert alone(job(tmp_path, "device", load=two, frozen=True)) == wanted
+    (found,) = ranks(4, job(tmp_path, "state on nvme", load=two, stage=1, frozen=True))
+    assert found == wanted
+    sums = [
+        json.loads((path / "step-2" / "index.json").read_text())["index"]["left_out"] for path in (one, two)
+    ]
+    assert sums[0] == sums[1]
+    assert len(sums[0]) == 10
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     quick(

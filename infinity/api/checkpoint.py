@@ -24,15 +24,22 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, ParameterError
+from infinity.core.errors import (
+    ConfigError,
+    CorruptionError,
+    DirectoryError,
+    ParameterError,
+    StateDictError,
+)
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm, told
 from infinity.params.param import ShardedParam
 from infinity.storage.checkpoints import Found
+from infinity.storage.checksums import RangeCrc, Sums
 from infinity.storage.interrupt import GRACE
-from infinity.storage.tensor_file import TensorFile
+from infinity.storage.tensor_file import TensorFile, on_host
 from infinity.storage.tensor_header import DTYPES
 from infinity.storage.tensor_layout import joined
 from infinity.version import __version__
@@ -226,6 +233,28 @@ def ranges_here(engine: Engine, *, own: bool) -> dict[ShardedParam, list[tuple[i
         for segment in (s for chunk in chunks for s in chunk.segments):
             found[unit.params[segment.param]].append((segment.offset, segment.offset + segment.numel))
     return {sharded: joined(ranges) for sharded, ranges in found.items()}
+
+
+def pieces_of(engine: Engine, params: Mapping[ShardedParam, str]) -> dict[str, list[RangeCrc]]:
+    """Return checksums of what this rank alone has of frozen parameters, by the names that are given."""
+    sums = Sums()
+    for sharded, segment, pieces in engine.states.segments(("copy",), params, own=True):
+        dtype = sharded.spec.dtype
+        for begin, piece in on_host(pieces["copy"], dtype):
+            first = (segment.offset + begin) * dtype.itemsize
+            sums.add(params[sharded], first, piece.data_ptr(), piece.nbytes)
+    return sums.take()
+
+
+def check_whole(found: Found) -> None:
+    """Raise `StateDictError` if a model cannot be read from a checkpoint: it has no frozen parameters."""
+    if left_out := found.content.get("left_out"):
+        raise StateDictError(
+            f"the checkpoint {found.path} has no frozen parameters",
+            expected="a checkpoint with all parameters",
+            found=f"one of save(frozen=False), without {len(left_out)} of them, such as {min(left_out)!r}",
+            cure="infinity.load it into the model, built from the same base; and infinity.export(model, …)",
+        )
 
 
 def open_saved(found: Found, stem: str, ring: Ring) -> TensorFile | None:

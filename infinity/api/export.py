@@ -32,6 +32,7 @@ from .checkpoint import (
     Progress,
     check_free,
     check_shared,
+    check_whole,
     interruptible,
     library_of,
     open_saved,
@@ -393,6 +394,7 @@ def _of_checkpoint(
 ) -> _Content:
     """Return what is to be written of a checkpoint, whose files stay open until `stack` ends."""
     index = found.content
+    check_whole(found)
     try:
         texts, tied = _texts_of(found), {t: n for n, p in index["parameters"].items() for t in p["tied"]}
         ring = stack.enter_context(reading_ring())

@@ -21,7 +21,7 @@ from infinity.storage.weights import FileTensor, Weights
 
 from . import hugging_face
 from .adapters import check_not_adapters
-from .checkpoint import Progress, open_saved, path_of, reading_ring
+from .checkpoint import Progress, check_whole, open_saved, path_of, reading_ring
 from .engine import Engine
 
 _TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|model|jinja)")
@@ -251,6 +251,7 @@ def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) 
 
 
 def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib.ExitStack) -> Weights:
+    check_whole(found)
     file = open_saved(found, "parameters", ring)
     if file is None:
         raise KeyError("parameters")

@@ -22,8 +22,10 @@ from infinity.params.param import ShardedParam
 from infinity.planning.matrices import factors_of
 from infinity.planning.parts import scales_of
 from infinity.storage.checkpoints import Found, find, finish
+from infinity.storage.checksums import sums_of
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
+from infinity.storage.tensor_header import DTYPES
 from infinity.storage.under_way import UnderWay
 
 from .checkpoint import (
@@ -33,6 +35,7 @@ from .checkpoint import (
     names_of,
     open_saved,
     path_of,
+    pieces_of,
     ranges_here,
     reading_ring,
     wrong_index,
@@ -210,6 +213,7 @@ class _Loading:
         self._progress = progress
         self._done = self._total = 0
         self._names: dict[ShardedParam, str] = {}  # in the checkpoint
+        self._stay: dict[ShardedParam, tuple[str, list[int]]] = {}  # what was left out, and checksums of it
         self._factors: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._values: dict[str, torch.Tensor] = {}
@@ -296,7 +300,15 @@ class _Loading:
             sharded = engine.params.get(param)
             if sharded is not None and name in saved:
                 self._names.setdefault(sharded, saved[name])
-        missing = [n for s, n in names_of(engine).items() if s not in self._names]
+        missing = []
+        for s, name in names_of(engine).items():
+            if s in self._names:
+                continue
+            there = index.get("left_out", {}).get(name)
+            if there is None or there["shape"] != [*s.spec.shape]:
+                missing.append(name)
+            elif DTYPES[there["dtype"]] is s.spec.dtype and not s.spec.trainable:
+                self._stay[s] = name, there["crc32c"]
         unexpected = sorted(index["parameters"].keys() - set(self._names.values()))
         self._buffers = self._read_all("buffers")
         others = decode(index.get("buffers_of_other_ranks", []), self._values, self._found.path)
@@ -406,6 +418,10 @@ class _Loading:
         with self._stack:
             with engine.phases.beginning_load():
                 together(comm, "the begin of a load", self._begin)
+                if self._stay:
+                    names = {s: name for s, (name, _) in self._stay.items()}
+                    make = partial(pieces_of, engine, names)
+                    self._check_base(together(comm, "what the checkpoint leaves out", make))
             engine.phases.lose(f"a load of {self._found.path} that raised, or was interrupted")
             pieces = together(comm, "a load of what each rank has", self._fill_all)
             for stem, file in self._files.items():
@@ -432,6 +448,18 @@ class _Loading:
         for name, buffer in buffers_of(engine).items():
             if name in self._buffers:
                 buffer.copy_(self._buffers[name])
+
+    def _check_base(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        sizes = {name: s.spec.numel * s.spec.dtype.itemsize for s, (name, _) in self._stay.items()}
+        found = sums_of(of_ranks, sizes)
+        if wrong := [name for name, sums in self._stay.values() if found[name] != sums]:
+            raise StateDictError(
+                f"the checkpoint {self._found.path} was saved over other frozen parameters",
+                expected="the frozen parameters of the run that saved, which the checkpoint leaves out; "
+                "nothing was changed",
+                found=f"other values of {_listed(wrong, ', ')}",
+                cure="build the model from the same base, and its adapters in the same way",
+            )
 
     def _begin(self) -> None:
         """Complete all work that would change the loaded values, or use the old ones."""

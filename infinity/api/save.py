@@ -14,6 +14,7 @@ import torch
 from infinity.core.errors import ConfigError
 from infinity.optim.whole import crc_of
 from infinity.storage.checkpoints import Save, is_in, warn_apart
+from infinity.storage.checksums import sums_of
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import DTYPES, NAMES, Spec, nbytes_of
@@ -29,6 +30,7 @@ from .checkpoint import (
     interruptible,
     names_of,
     path_of,
+    pieces_of,
     ranges_here,
     settle,
     texts_of,
@@ -52,6 +54,7 @@ def save(
     *,
     state: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
+    frozen: bool = True,
     progress: Progress | None = None,
 ) -> str:
     """Save a training run as the checkpoint `path`/step-<n>, where n is the number of steps.
@@ -81,6 +84,10 @@ def save(
         keep_last: the number of checkpoints that stay in `path`: those that were completed last, including
             this one, whatever their steps. `save` removes the others, but not the newest one whose trained
             parameters are all finite. None: remove none.
+        frozen: whether the checkpoint holds the frozen parameters. Without them, a checkpoint of adapters is
+            small. `load` then leaves these parameters as the program has built them, and raises an error if
+            they are others: in the same compute dtype it compares checksums, in another one names and shapes.
+            `save` and `load` read them for that. `export` and `inference` need a checkpoint that holds them.
         progress: a function that `save` calls, on another thread, with the bytes that this rank has written
             and all bytes that it will write. It may not use the model or the optimizer.
 
@@ -105,7 +112,10 @@ def save(
     comm, what = engine.comm, _WHAT.format(engine.optimizer.steps)
     given = guarded(comm, what, lambda: _given(engine, path, state, keep_last), engine.deferral.run)
     return interruptible(
-        engine.deferral, lambda told: _Saving(engine, what, given, told).run(keep_last), progress, comm
+        engine.deferral,
+        lambda told: _Saving(engine, what, given, frozen, told).run(keep_last),
+        progress,
+        comm,
     )
 
 
@@ -147,11 +157,12 @@ class _Saving:
     """One save. Each rank writes what it has of every tensor, and the first one decides all else. On each
     file system there is one rank that makes the files: where all share one, the first."""
 
-    def __init__(self, engine: Engine, what: str, given: _Beside, progress: Progress) -> None:
+    def __init__(self, engine: Engine, what: str, given: _Beside, frozen: bool, progress: Progress) -> None:
         self._engine = engine
         self._comm = engine.comm
         self._what = what
         self._given = given
+        self._frozen = frozen
         self._progress = progress
         self._stack = contextlib.ExitStack()
         self._target: Save | None = None  # of the rank that makes the files here
@@ -216,10 +227,12 @@ class _Saving:
         """Take over edits; find out what is to be written; return the root."""
         engine, given = self._engine, self._given
         settle(engine)
-        self._names = names_of(engine)
+        names = names_of(engine)
+        self._left_out = {s: n for s, n in names.items() if not (self._frozen or s.spec.trainable)}
+        self._names = {s: n for s, n in names.items() if s not in self._left_out}
         self._newer = engine.states.with_front()
         self._specs = self._specs_of()
-        here = elements_here(engine, own=True)
+        here = {s: n for s, n in elements_here(engine, own=True).items() if s in self._names}
         of = engine.states.moments_of
         for sharded, numel in here.items():
             if sharded.spec.trainable:
@@ -385,7 +398,10 @@ class _Saving:
         for file in files.values():
             file.sync()
         self._tell(0)
-        return {**{stem: file.pieces() for stem, file in files.items()}, "finite": finite}
+        left_out = pieces_of(self._engine, self._left_out)
+        return {**{stem: file.pieces() for stem, file in files.items()}, "finite": finite} | (
+            {"left out": left_out} if self._left_out else {}
+        )
 
     def _index(
         self, pieces: list[dict[str, Any]], names: list[dict[str, str]], makers: Sequence[int]
@@ -420,6 +436,14 @@ class _Saving:
             finite=all(of_rank["finite"] for of_rank in pieces),
         )
         content |= {"apart": apart} if apart else {}
+        if self._left_out:
+            specs = {n: s.spec for s, n in self._left_out.items()}
+            sizes = {n: spec.numel * spec.dtype.itemsize for n, spec in specs.items()}
+            sums = sums_of([of_rank["left out"] for of_rank in pieces], sizes)
+            content["left_out"] = {
+                n: {"dtype": NAMES[spec.dtype], "shape": [*spec.shape], "crc32c": sums[n]}
+                for n, spec in specs.items()
+            }
         self._content = target.index(files, self._counter, content)
         return self._content if apart else None
 
@@ -502,7 +526,7 @@ class _Saving:
             groups.append(
                 {
                     "options": encode(options, tensors, f"param group {index}"),
-                    "params": [self._names[s] for s in params],
+                    "params": [self._names[s] for s in params if s in self._names],
                 }
             )
         return groups

@@ -80,6 +80,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
 
     Args:
         config: where parameters, gradients and the optimizer's state are. ``device`` is that of Lightning.
+        save_frozen: whether checkpoints hold the frozen parameters: see ``frozen`` of `save`.
         given: what Lightning's `DDPStrategy` takes for the ranks: ``timeout``, ``process_group_backend``,
             ``cluster_environment``.
 
@@ -97,7 +98,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
     strategy_name = "infinity"
     optimizers: Any
 
-    def __init__(self, config: Config, **given: Any) -> None:
+    def __init__(self, config: Config, *, save_frozen: bool = True, **given: Any) -> None:
         if not isinstance(config, Config):
             raise ConfigError(
                 "the strategy takes a Config",
@@ -107,6 +108,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
                 "InfinityStrategy(infinity.Config.from_deepspeed(file)[0])",
             )
         self._given = self._config = config
+        self._save_frozen = save_frozen
         self._engine: Engine | None = None
         super().__init__(**given)
 
@@ -267,7 +269,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
 
         try:
             self._together("the begin of a checkpoint", begin)
-            infinity.save(optimizer, target, state={"lightning": file}, keep_last=1)
+            infinity.save(optimizer, target, state={"lightning": file}, keep_last=1, frozen=self._save_frozen)
             self._together("the end of a checkpoint", end)
         except BaseException:
             if self.is_global_zero and not exists:  # it may be the drive that is full

@@ -92,10 +92,13 @@ def offloaded(trainer: _Class) -> _Class:
     """Return a subclass of a trainer of transformers or TRL that trains with `wrap`: for example
     ``offloaded(transformers.Trainer)``, ``offloaded(trl.SFTTrainer)``.
 
-    Its constructor takes what that of `trainer` takes, and ``infinity=Config(…)``. In place of a `Config` it
-    takes a settings file of DeepSpeed, or its content as a dict: it calls `Config.from_deepspeed` with the
-    training arguments, and warns once with the notes. The optimizer and the scheduler are those of the file,
-    if it has them and the program passes none. The class then does by itself what a wrapped model needs:
+    Its constructor takes what that of `trainer` takes, ``infinity=Config(…)``, and ``save_frozen=False``,
+    with which the run's checkpoints leave out the frozen base of adapters (see ``frozen`` of `save`).
+
+    In place of a `Config` it takes a settings file of DeepSpeed, or its content as a dict: it calls
+    `Config.from_deepspeed` with the training arguments, and warns once with the notes. The optimizer and the
+    scheduler are those of the file, if it has them and the program passes none. The class then does by itself
+    what a wrapped model needs:
 
     - It wraps the model with the optimizer that Trainer builds, before the first step or evaluation. The
       model, with its parameters on the tiers, stays ``trainer.model``; `infinity.close` takes it.
@@ -158,8 +161,10 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         self,
         *given: Any,
         infinity: Config | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        save_frozen: bool = True,
         **settings: Any,
     ) -> None:
+        self._save_frozen = save_frozen
         self._deepspeed: dict[str, Any] = {}
         if isinstance(infinity, (str, os.PathLike, Mapping)):
             self._deepspeed = read_deepspeed(infinity)
@@ -315,6 +320,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             os.path.join(output_dir, _HOME),
             state={"scheduler": self.lr_scheduler, "written": self._written},
             keep_last=1,  # another run may have left one
+            frozen=self._save_frozen,
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -8,7 +8,7 @@ range's checksum is combined from those of its pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from infinity.hardware.aio import crc32c
@@ -103,3 +103,25 @@ def _times(a: int, b: int) -> int:
             product ^= b
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
     return product
+
+
+def by_name(of_ranks: Iterable[Mapping[str, Iterable[Sequence[int]]]]) -> dict[str, list[RangeCrc]]:
+    """Return the pieces of each tensor that the ranks have, together."""
+    found: dict[str, list[RangeCrc]] = {}
+    for one in of_ranks:
+        for name, pieces in one.items():
+            found.setdefault(name, []).extend(RangeCrc(*p) for p in pieces)
+    return found
+
+
+def sums_of(
+    of_ranks: Iterable[Mapping[str, Iterable[Sequence[int]]]], sizes: Mapping[str, int]
+) -> dict[str, list[int]]:
+    """Return the checksums of the ranges of each tensor, from the pieces of each rank; `sizes`: in bytes."""
+    found, sums = by_name(of_ranks), {}
+    for name, nbytes in sizes.items():
+        pieces = join(found.get(name, ()))
+        count, whole = count_of(nbytes), [p.is_whole(nbytes) for p in pieces]
+        assert whole == [True] * count, (name, pieces)
+        sums[name] = [p.crc for p in pieces]
+    return sums

@@ -23,7 +23,7 @@ from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.hardware.aio import DirectFile, Ring
 
 from . import checksums
-from .checksums import RangeCrc, Sums, join
+from .checksums import RangeCrc, Sums, by_name, join
 from .folder import failed, pwrite
 from .tensor_header import Entry, Spec, entries_of
 from .tensor_layout import (
@@ -251,7 +251,7 @@ class TensorFile:
         as_it_is = flat.dtype is entry.dtype and flat.device.type == "cpu"
         own = under_way if under_way is not None and as_it_is else UnderWay()
         try:
-            for begin, piece in _on_host(flat, entry.dtype):
+            for begin, piece in on_host(flat, entry.dtype):
                 at = (first + begin) * entry.dtype.itemsize
                 for place in self.places(name, at, piece.nbytes):
                     address = piece.data_ptr() + place.begin - at
@@ -357,22 +357,15 @@ class TensorFile:
         Raises:
             CorruptionError: one is not what was written.
         """
-        for name, pieces in _by_name(of_ranks).items():
+        for name, pieces in by_name(of_ranks).items():
             for piece in join(pieces):
                 self._compare(name, piece)
 
     def checksums(self, of_ranks: Iterable[_Pieces] | None = None) -> dict[str, list[int]]:
         """Return the checksums of the ranges of each tensor, once every one is written; by several ranks:
         from the `pieces` of each."""
-        found = _by_name([self.pieces()] if of_ranks is None else of_ranks)
-        sums = {}
-        for name, entry in self.entries.items():
-            pieces = join(found.get(name, ()))
-            count = checksums.count_of(entry.nbytes)
-            whole = [p.is_whole(entry.nbytes) for p in pieces]
-            assert whole == [True] * count, (name, pieces)
-            sums[name] = [p.crc for p in pieces]
-        return sums
+        sizes = {name: entry.nbytes for name, entry in self.entries.items()}
+        return checksums.sums_of([self.pieces()] if of_ranks is None else of_ranks, sizes)
 
     def sync(self) -> None:
         """Block until every byte that was written survives a power failure.
@@ -398,14 +391,6 @@ class TensorFile:
         self.close()
 
 
-def _by_name(of_ranks: Iterable[_Pieces]) -> dict[str, list[RangeCrc]]:
-    found: dict[str, list[RangeCrc]] = {}
-    for one in of_ranks:
-        for name, pieces in one.items():
-            found.setdefault(name, []).extend(RangeCrc(*p) for p in pieces)
-    return found
-
-
 def write_all(path: str, tensors: Mapping[str, torch.Tensor], ring: Ring) -> dict[str, list[int]]:
     """Write a file of `tensors`, and wait until it would survive a power failure; return the checksums."""
     specs = {name: (t.dtype, t.shape) for name, t in tensors.items()}
@@ -429,7 +414,7 @@ def _let_go(tensor: torch.Tensor) -> None:
     """Hold a tensor until its transfer is over."""
 
 
-def _on_host(flat: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+def on_host(flat: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the pieces of `flat`, as (first element, tensor on the host of that dtype)."""
     if not flat.numel():
         return
