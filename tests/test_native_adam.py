@@ -18,6 +18,8 @@ SOURCES: dict[str, list[str]] = {
     "adam_avx2": ["-mavx2", "-mf16c"],
     "adam_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c"],
     "adam_neon": [],
+    "adam_sve256": ["-march=armv8.2-a+sve", "-msve-vector-bits=256"],
+    "adam_sve512": ["-march=armv8.2-a+sve", "-msve-vector-bits=512"],
     "dispatch": [],
     "pool": [],
 }
@@ -36,13 +38,13 @@ def build(folder: Path, sanitizer: str) -> Path:
     """Compile the core and its test with a sanitizer; return the program."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     flags = [*COMMON, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    here = {"x86_64": "avx", "amd64": "avx", "aarch64": "sve"}.get(platform.machine().lower(), "none")
     sources = {**SOURCES, "test_adam": []}
 
     def compile_one(name: str) -> str:
         source = (ROOT / "tests" / "native" if name == "test_adam" else CORE) / f"{name}.cpp"
         target = folder / f"{name}.o"
-        isa = sources[name] if x86 else []
+        isa = sources[name] if here in name else []
         done = run([*compiler, *flags, *isa, "-c", str(source), "-o", str(target)], 240)
         assert done.returncode == 0, done.stderr
         return str(target)

@@ -67,16 +67,20 @@ struct Kernels {
   double (*sum_span)(const void* source, Dtype, int64_t begin, int64_t numel);  // numel <= kSpan
   void (*accumulate)(float* target, const void* source, Dtype, int64_t begin, int64_t end);
   void (*convert)(void* target, Dtype, const void* source, Dtype, int64_t begin, int64_t end);
+  int sve_bits = 0;  // not 0: works only in threads whose SVE vectors have this length
 };
 
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();    // null where it was not compiled
 const Kernels* avx512_kernels();  // null where it was not compiled
 const Kernels* neon_kernels();    // null where it was not compiled
+const Kernels* sve256_kernels();  // null where it was not compiled
+const Kernels* sve512_kernels();  // null where it was not compiled
 
 // ---- dispatch.cpp: which instruction set, and the work of one call spread over the pool ----
 
-// The instruction set in use: the one that was asked for, else the widest that works here.
+// The instruction set in use: the one that was asked for, else the widest that works here; NEON in a thread
+// whose vectors have another length than that one's.
 const Kernels& kernels();
 // Ask for one by name. Returns false, and changes nothing, if it is unknown or does not work here.
 bool use_isa(const char* name);

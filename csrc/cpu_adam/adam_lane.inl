@@ -1,9 +1,9 @@
-// The maths, once. adam_{scalar,avx2,avx512,neon}.cpp include this file in a namespace of their own
-// after they have defined `Vector`: `width` floats side by side, with the operations used below.
+// The maths, once. adam_{scalar,avx2,avx512,neon}.cpp and adam_sve.inl include this file in a namespace
+// of their own after they have defined `Vector`: `width` floats side by side, with the operations used below.
 //
 // [Note: one rounding per operation] Every operation of the update rounds once, in the order
 // written in `step()` below: no fma intrinsic, no contraction (-ffp-contract=off), no
-// approximation, subnormals kept. So the scalar, AVX2, AVX-512 and NEON lanes give the same bits,
+// approximation, subnormals kept. So the scalar, AVX2, AVX-512, NEON and SVE lanes give the same bits,
 // and so do plain torch operations on any device (`adamw_reference` in hardware/cpu_adam.py is the
 // same sequence; change both or none). Per element, each line one rounding:
 //

@@ -10,6 +10,9 @@
 #if defined(__x86_64__) || defined(__i386__)
 #include <cpuid.h>
 #endif
+#ifdef __AARCH64EL__
+#include <sys/auxv.h>
+#endif
 
 namespace infinity {
 namespace {
@@ -30,6 +33,15 @@ bool has_avx2() { return false; }
 bool has_avx512() { return false; }
 #endif
 
+// The length of the calling thread's SVE vectors; 0: it has none.
+int sve_bits() {
+  int64_t bits = 0;
+#ifdef __AARCH64EL__
+  if (getauxval(AT_HWCAP) & HWCAP_SVE) asm volatile(".arch_extension sve\n\trdvl %0, #8" : "=r"(bits));
+#endif
+  return static_cast<int>(bits);
+}
+
 // Those that work here, widest last.
 int usable(const Kernels* found[3]) {
   int count = 0;
@@ -37,6 +49,8 @@ int usable(const Kernels* found[3]) {
   if (avx2_kernels() && has_avx2()) found[count++] = avx2_kernels();
   if (avx512_kernels() && has_avx512()) found[count++] = avx512_kernels();
   if (neon_kernels()) found[count++] = neon_kernels();
+  if (sve256_kernels() && sve_bits() == 256) found[count++] = sve256_kernels();
+  if (sve512_kernels() && sve_bits() == 512) found[count++] = sve512_kernels();
   return count;
 }
 
@@ -72,6 +86,8 @@ bool past_caches(const Buffers& b, int64_t numel) {
 
 }  // namespace
 
+// With vectors of another length the numbers would be wrong. prctl changes the length for the thread that
+// calls it, and for those that this thread starts later. So each task asks in the thread that runs it.
 const Kernels& kernels() {
   const Kernels* found = chosen.load(std::memory_order_relaxed);
   if (!found) {
@@ -79,6 +95,7 @@ const Kernels& kernels() {
     found = all[usable(all) - 1];
     chosen.store(found, std::memory_order_relaxed);
   }
+  if (found->sve_bits && found->sve_bits != sve_bits()) return *neon_kernels();
   return *found;
 }
 
@@ -156,7 +173,6 @@ void update(const Buffers& b, const Segment* segments, int64_t count) {
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) total += length(segments[i]);
   if (total == 0) return;
-  const Kernels& k = kernels();
   const bool stream = past_caches(b, total);
   int64_t size = share(total);
   struct Cut {
@@ -171,6 +187,7 @@ void update(const Buffers& b, const Segment* segments, int64_t count) {
     passed += length(segments[i]);
   }
   parallel(tasks, [&](int64_t task) {
+    const Kernels& k = kernels();
     int64_t left = size;
     int64_t i = cuts[task].segment, skip = cuts[task].skip;
     for (; left > 0 && i < count; ++i, skip = 0) {
@@ -196,23 +213,22 @@ void update(const Buffers& b, const Segment* segments, int64_t count) {
 }
 
 void measure(const Buffers& b, int64_t numel, bool stream) {
-  const Kernels& k = kernels();
-  in_shares(numel, [&](int64_t begin, int64_t end) { k.traffic(b, begin, end, stream); });
+  in_shares(numel, [&](int64_t begin, int64_t end) { kernels().traffic(b, begin, end, stream); });
 }
 
 void sum_of_squares(const void* source, Dtype dtype, const Piece* pieces, int64_t count, double* sums) {
-  const Kernels& k = kernels();
-  parallel(count, [&](int64_t i) { sums[i] = k.sum_span(source, dtype, pieces[i].begin, pieces[i].numel); });
+  parallel(count,
+           [&](int64_t i) { sums[i] = kernels().sum_span(source, dtype, pieces[i].begin, pieces[i].numel); });
 }
 
 void accumulate(float* target, const void* source, Dtype dtype, int64_t numel) {
-  const Kernels& k = kernels();
-  in_shares(numel, [&](int64_t begin, int64_t end) { k.accumulate(target, source, dtype, begin, end); });
+  in_shares(numel,
+            [&](int64_t begin, int64_t end) { kernels().accumulate(target, source, dtype, begin, end); });
 }
 
 void convert(void* target, Dtype to, const void* source, Dtype from, int64_t numel) {
-  const Kernels& k = kernels();
-  in_shares(numel, [&](int64_t begin, int64_t end) { k.convert(target, to, source, from, begin, end); });
+  in_shares(numel,
+            [&](int64_t begin, int64_t end) { kernels().convert(target, to, source, from, begin, end); });
 }
 
 void copy_bytes(void* target, const void* source, int64_t nbytes) {

@@ -34,7 +34,7 @@ except ImportError as error:
     ) from error
 
 #: Instruction sets, as INFINITY_ISA names them.
-ISAS: Final = ("scalar", "avx2", "avx512", "neon")
+ISAS: Final = ("scalar", "avx2", "avx512", "neon", "sve256", "sve512")
 #: Of `_derive`: grad_scale, decay, l2, six numbers of the rule (csrc/cpu_adam/rules.h), and its flag.
 Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float, float, bool]
 _CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -123,7 +123,7 @@ def rounding_key(name: str, step: int) -> int:
 
 
 def isa() -> str:
-    """Return the instruction set in use: ``scalar``, ``avx2``, ``avx512`` or ``neon``."""
+    """Return the instruction set in use, one of ISAS; ``sve256`` is SVE with vectors of 256 bits."""
     return _native.isa()
 
 

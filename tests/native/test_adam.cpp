@@ -1,6 +1,7 @@
 // The native core of the CPU Adam without Python, for the sanitizers. Buffers are heap blocks of
 // exactly the size that is said, so one element too far is an error. Exit status 0: all is well.
 
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -154,9 +155,37 @@ void every_isa_gives_the_same_bits() {
         }
   CHECK(!use_isa("sse9"), "an unknown name is accepted");
 #ifdef __AARCH64EL__
-  CHECK(!std::strcmp(names[count - 1], "neon"), "%s", names[count - 1]);
+  CHECK(count > 1 && !std::strcmp(names[1], "neon"), "%s", names[count - 1]);
 #endif
 }
+
+#ifdef __AARCH64EL__
+// Also for the workers that it starts from then on. Without SVE nothing changes.
+void a_thread_can_change_the_length_of_its_vectors() {
+  const int64_t n = 100003;
+  const char* names[3];
+  const char* widest = names[available_isas(names) - 1];
+  Segment s = whole(n);
+  State expected(n, Dtype::bf16, Dtype::bf16, 0);
+  use_isa("scalar");
+  update(expected.buffers(), &s, 1);
+  CHECK(use_isa(widest), "%s", widest);
+  for (unsigned long nbytes : {16, 32, 64})
+    std::thread([&] {
+      prctl(PR_SVE_SET_VL, nbytes);
+      for (int threads : {3, 1, 3}) {
+        set_threads(threads);
+        State found(n, Dtype::bf16, Dtype::bf16, 1);
+        update(found.buffers(), &s, 1);
+        CHECK(found == expected, "%s, %d bytes, %d threads", widest, int(nbytes), threads);
+      }
+      const char* here[3];
+      const int count = available_isas(here);
+      CHECK(!std::strcmp(here[count - 1], kernels().name) || kernels().name == names[1], "%s",
+            kernels().name);
+    }).join();
+}
+#endif
 
 void writes_past_the_caches_end_where_they_should() {
   const int64_t n = (1 << 20) + 13;
@@ -498,6 +527,7 @@ void a_forked_child_has_its_own_pool() {
 int main(int argc, char** argv) {
   const bool with_fork = argc > 1 && !std::strcmp(argv[1], "fork");
   set_threads(3);
+  if (argc > 2) CHECK(!std::strcmp(kernels().name, argv[2]), "%s", kernels().name);
   every_isa_gives_the_same_bits();
   every_rule_and_dtype_of_moments_gives_the_same_bits();
   moments_in_8_bits_have_the_same_bits();
@@ -507,6 +537,9 @@ int main(int argc, char** argv) {
   gaps_are_not_touched();
   sums_and_conversions_agree();
   several_threads_share_the_pool();
+#ifdef __AARCH64EL__
+  a_thread_can_change_the_length_of_its_vectors();
+#endif
   if (with_fork) a_forked_child_has_its_own_pool();
   if (!failures) std::puts("ok");
   return failures ? 1 : 0;
