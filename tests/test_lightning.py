@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import infinity
-from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, WrapError
+from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, StateDictError, WrapError
 
 from .command_line import mounted
 from .ranks import all_well, run_ranks
@@ -246,6 +246,9 @@ def test_what_the_strategy_refuses(tmp_path: Path) -> None:
         module.automatic_optimization = False
         with pytest.raises(WrapError, match=f"{count} optimizers"):
             Trained(tmp_path, strategy(tmp_path), module=module)
+    module.configure_optimizers = lambda: None
+    with pytest.raises(WrapError, match="found: None"):
+        Trained(tmp_path, strategy(tmp_path), module=module)
     plugin = L.plugins.io.AsyncCheckpointIO(L.plugins.io.TorchCheckpointIO())
     with pytest.raises(ConfigError, match="AsyncCheckpointIO"):
         Trained(tmp_path, strategy(tmp_path), plugins=[plugin])
@@ -254,8 +257,10 @@ def test_what_the_strategy_refuses(tmp_path: Path) -> None:
     with pytest.raises(WrapError, match="has not wrapped"):
         _ = strategy(tmp_path).wrapped_optimizer
     run = Trained(tmp_path / "out", strategy(tmp_path), 1)
-    with pytest.raises(WrapError, match=r"infinity.unwrap\(module\) before fit"):
-        run.trainer.fit(run.module, data())
+    for again in (run.trainer, trainer(tmp_path, strategy(tmp_path / "other"))):
+        with pytest.raises(WrapError, match=r"infinity.unwrap\(module\) before fit"):
+            again.fit(run.module, data())
+    trainer(tmp_path, strategy(tmp_path / "other")).validate(run.module, data())
     file = tmp_path / "file.ckpt"
     file.touch()
     for path in (file, "s3://bucket/run.ckpt"):
@@ -268,10 +273,53 @@ def test_what_the_strategy_refuses(tmp_path: Path) -> None:
     again.fit(run.module, data(), ckpt_path=tmp_path / "run.ckpt")  # the cure
     assert again.strategy.wrapped_optimizer.steps == 8
     (lost,) = (tmp_path / "run.ckpt").glob("lightning-*")
+    with pytest.raises(DirectoryError, match=r"ckpt_path='.*/run.ckpt'"):
+        again.strategy.load_checkpoint(lost)
     lost.unlink()
     with pytest.raises(CorruptionError, match="lacks what Lightning knows"):
         again.strategy.load_checkpoint(tmp_path / "run.ckpt")
     infinity.close(run.module)
+
+
+def test_validation_before_the_fit_wraps_for_both(tmp_path: Path) -> None:
+    wanted = Trained(tmp_path / "one", strategy(tmp_path), 1).closed()
+    run = trainer(tmp_path, strategy(tmp_path), enable_checkpointing=False)
+    torch.manual_seed(7)
+    module = net()
+    run.validate(module, data(shuffle=False))
+    torch.manual_seed(7)
+    run.fit(module, data(), data(shuffle=False))
+    assert module.losses == wanted.module.losses
+    assert run.lr_scheduler_configs[0].scheduler.last_epoch == 4
+    infinity.close(module)
+
+
+@pytest.mark.parametrize("hook", ["on_save_checkpoint", "on_load_checkpoint"])
+@pytest.mark.parametrize(
+    "change", [{"optimizer_states": []}, {"state_dict": {"a": 1}}], ids=["state", "weights"]
+)
+def test_a_hook_that_changes_state_dicts_in_vain_is_an_error(
+    hook: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    run = Trained(tmp_path / "out", strategy(tmp_path), 1)
+    path = tmp_path / "run.ckpt"
+    run.trainer.save_checkpoint(path)
+    infinity.unwrap(run.module)
+    setattr(run.module, hook, lambda checkpoint: checkpoint.update(change))
+    again = trainer(tmp_path, strategy(tmp_path), 2)
+    with pytest.raises(StateDictError, match=f"{hook} changed"):
+        again.fit(run.module, data(), ckpt_path=path)
+    infinity.close(run.module)
+
+
+def test_a_callback_that_saves_on_exceptions_hides_none(tmp_path: Path) -> None:
+    L = need("lightning.pytorch")
+    module = net()
+    module.configure_optimizers = lambda: 1 / 0
+    callback = L.callbacks.OnExceptionCheckpoint(tmp_path)
+    run = trainer(tmp_path, strategy(tmp_path), callbacks=[callback])
+    with pytest.warns(RuntimeWarning, match="nothing is saved"), pytest.raises(ZeroDivisionError):
+        run.fit(module, data())
 
 
 def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:

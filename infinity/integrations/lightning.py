@@ -12,6 +12,8 @@ import contextlib
 import os
 import secrets
 import shutil
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -22,7 +24,7 @@ from infinity.api.engine import Engine, engine_of
 from infinity.api.random_state import same_random_numbers
 from infinity.api.together import together
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, WrapError
+from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, StateDictError, WrapError
 from infinity.core.optional import optional
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.folder import sync
@@ -64,7 +66,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
       module, after the last one. What ``configure_model`` builds is on the tiers from the start.
     - ``precision="bf16-mixed"`` and ``"16-mixed"`` become the compute dtype of the `Config`. The strategy
       casts the floating-point tensors of a batch to it, as Lightning's DeepSpeed does. fp16 has a loss scale.
-      With ``update="backward"``, ``accumulate_grad_batches`` becomes `Config.accumulation`.
+      With ``update="backward"`` and ``accumulation=1``, ``accumulate_grad_batches`` takes its place.
     - A checkpoint, of `ModelCheckpoint` or ``trainer.save_checkpoint``, is a directory from `infinity.save`
       on all ranks. A save that is killed leaves the older checkpoint of that name, or none.
       ``fit(ckpt_path=…)`` goes on from it, on any number of ranks, and restores the random numbers. A
@@ -72,7 +74,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
     - `ModelCheckpoint` removes an older checkpoint once the newer one is durable on all ranks.
     - ``ckpt_path="best"`` of ``validate``, ``test`` and ``predict`` loads the whole state of that checkpoint.
     - ``on_save_checkpoint`` and ``on_load_checkpoint`` work for what they add. The state dicts that they see
-      are empty.
+      are empty, and changes of them are errors.
     - With ``save_weights_only=True`` a checkpoint is a file of Lightning's, with all weights, which
       ``load_from_checkpoint`` reads. `infinity.export` writes a model for ``from_pretrained``.
 
@@ -89,14 +91,16 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
         ConfigError: `config` is no `Config`, or contradicts the Trainer's precision, devices or
             ``accumulate_grad_batches``; or the Trainer has a precision or a `CheckpointIO` that the engine
             cannot take.
-        WrapError: ``configure_optimizers`` returns none or several optimizers, or `wrap` refuses the one; or
-            ``fit`` is called again with a module that is still wrapped.
+        WrapError: ``configure_optimizers`` returns no optimizer, or several, or `wrap` refuses the one; or
+            ``fit`` gets a module that a fit or the program has wrapped.
+        StateDictError: ``on_save_checkpoint`` or ``on_load_checkpoint`` changes weights or the state.
         DirectoryError: a checkpoint's path is a file or no path of this machine; or there is none to load.
         CorruptionError: a checkpoint lacks the file of Lightning's.
     """
 
     strategy_name = "infinity"
     optimizers: Any
+    lr_scheduler_configs: Any
 
     def __init__(self, config: Config, *, save_frozen: bool = True, **given: Any) -> None:
         if not isinstance(config, Config):
@@ -110,6 +114,8 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
         self._given = self._config = config
         self._save_frozen = save_frozen
         self._engine: Engine | None = None
+        self._made: tuple[Any, Any] | None = None  # optimizer and schedulers that no fit has taken yet
+        self._from_directory = False  # what is being loaded
         super().__init__(**given)
 
     @property
@@ -172,31 +178,38 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
                 cure="leave it out",
             )
         fits, wrapped = trainer.state.fn == "fit", self._is_wrapped()
-        if wrapped and fits:
+        if wrapped and fits and self._made is None:
             raise WrapError(
-                "fit was called a second time, and the optimizer of the first is still there",
-                expected="one fit for each wrapped module",
-                found="a module that is wrapped already",
+                "the module is wrapped already, and Lightning begins each fit with a new optimizer",
+                expected="a module that is not wrapped, or that only validate, test or predict have wrapped",
+                found="the optimizer of a fit before, of another Trainer, or of your own `wrap`",
                 cure="to begin with a new optimizer, call infinity.unwrap(module) before fit; to go on, "
                 "trainer.save_checkpoint(path), infinity.unwrap(module), and fit(module, ckpt_path=path)",
             )
         if not wrapped:
             self.setup_optimizers(trainer)
             self._wrap(trainer)
+            self._made = self.optimizers, self.lr_scheduler_configs
+        if fits and self._made is not None:
+            (self.optimizers, self.lr_scheduler_configs), self._made = self._made, None
         self.setup_precision_plugin()
 
     def _is_wrapped(self) -> bool:
         try:
-            return self._engine is not None and engine_of(self.lightning_module) is self._engine
+            engine = engine_of(self.lightning_module)
         except WrapError:  # another module, or one that is plain again
             return False
+        if engine is not self._engine:
+            self._engine, self._made = engine, None
+        return True
 
     def _wrap(self, trainer: Any) -> None:
-        if len(self.optimizers) != 1:
+        none = [type(optimizer).__name__ for optimizer in self.optimizers] == ["_MockOptimizer"]
+        if len(self.optimizers) != 1 or none:
             raise WrapError(
                 "the engine trains with one optimizer",
                 expected="one optimizer from configure_optimizers, with as many param groups as you like",
-                found=f"{len(self.optimizers)} optimizers",
+                found="None" if none else f"{len(self.optimizers)} optimizers",
                 cure="return one; an optimizer for each of two models needs a loop of your own",
             )
         config, here = self._config, self.root_device
@@ -243,13 +256,21 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the run on all ranks: into a directory, or weights alone into a file of Lightning's."""
+        if self._engine is None and (error := sys.exc_info()[1]) is not None:
+            warnings.warn(
+                f"nothing is saved to {filepath}: the module is not wrapped yet, because of {error!r}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return  # a callback that saves on exceptions must not hide this one
         if "optimizer_states" not in checkpoint:
             checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        _check_empty(checkpoint, "on_save_checkpoint")
         optimizer, path = self.wrapped_optimizer, _local(filepath)
         exists = os.path.isdir(path)
-        target, file = path if exists else path + _NEW, f"{_FILE}{secrets.token_hex(8)}.ckpt"
+        target, file = path if exists else path + _NEW, f"{_FILE}{secrets.token_hex(8)}"
 
         def begin() -> None:
             if not exists:
@@ -278,7 +299,16 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
 
     def load_checkpoint(self, checkpoint_path: Any, *given: Any, **named: Any) -> dict[str, Any]:
         """Load the run on all ranks, and return what Lightning knows of it."""
-        if not os.path.isdir(checkpoint_path):
+        self._from_directory = os.path.isdir(checkpoint_path)
+        if not self._from_directory:
+            if os.path.basename(checkpoint_path).startswith(_FILE):
+                raise DirectoryError(
+                    "this file has neither weights nor moments",
+                    path=os.fspath(checkpoint_path),
+                    expected="the directory that it is in, which is the checkpoint",
+                    found="the file of what Lightning knows of the run",
+                    cure=f"ckpt_path={os.path.dirname(os.path.abspath(checkpoint_path))!r}",
+                )
             return super().load_checkpoint(checkpoint_path, *given, **named)  # type: ignore[no-any-return]
         state = infinity.load(self.wrapped_optimizer, checkpoint_path)
         file = os.path.join(checkpoint_path, str(state.get("lightning")))
@@ -286,7 +316,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
             raise CorruptionError(
                 f"the checkpoint {os.fspath(checkpoint_path)} lacks what Lightning knows of the run",
                 path=file,
-                expected=f"a file {_FILE}*.ckpt, which the strategy writes beside the engine's checkpoint",
+                expected=f"a file {_FILE}*, which the strategy writes beside the engine's checkpoint",
                 found="no such file; infinity.save, called by hand, writes none",
                 cure="another checkpoint; or fit without ckpt_path, and in on_fit_start "
                 "infinity.load(self.optimizers().optimizer, directory): Lightning begins its loops anew",
@@ -295,14 +325,18 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights from a file of Lightning's; those of a directory are loaded already."""
-        if checkpoint["state_dict"]:
+        if not self._from_directory:
             super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        _check_empty(checkpoint, "on_load_checkpoint")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state from a file of Lightning's; that of a directory is loaded already."""
-        if any(checkpoint["optimizer_states"]):
+        if not self._from_directory:
             [state] = checkpoint["optimizer_states"]
             self.wrapped_optimizer.load_state_dict(state)
+            return
+        _check_empty(checkpoint, "on_load_checkpoint")
 
     def _together(self, what: str, call: Callable[[], Any]) -> None:
         """Make the call on the first rank, and raise its error on all."""
@@ -310,6 +344,22 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
         assert engine is not None
         engine.deferral.run(
             lambda: together(engine.comm, what, call if self.is_global_zero else lambda: None)
+        )
+
+
+def _check_empty(checkpoint: Mapping[str, Any], hook: str) -> None:
+    """Raise `StateDictError` if a hook has changed state dicts in vain."""
+    weights, states = checkpoint["state_dict"], checkpoint["optimizer_states"]
+    if weights or states != [{}]:
+        changed = (
+            f"state_dict with {sorted(weights)[:3]}" if weights else f"optimizer_states = {states!r:.80}"
+        )
+        raise StateDictError(
+            f"{hook} changed weights or the state of the optimizer, which are not in this dict",
+            expected="state_dict = {} and optimizer_states = [{}]: infinity.save and infinity.load have them",
+            found=changed,
+            cure=f"leave both alone in {hook}; change weights in on_train_start, in infinity.gathered; to "
+            "begin with a new optimizer, load the weights of an export, and fit without ckpt_path",
         )
 
 
