@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
 from infinity.api.import_dcp import import_dcp
@@ -97,6 +99,50 @@ def test_the_directory_of_the_model_alone_does(recorded: Path, tmp_path: Path) -
     """Of accelerate's two, the other one is beside it."""
     path, _ = import_dcp(str(recorded / "accelerate" / "pytorch_model_fsdp_0"), str(tmp_path / "out"))
     assert saved_in(path, "exp_avg")["embed.weight"].abs().sum() > 0
+
+
+def test_lists_of_what_the_program_saved_are_lists(tmp_path: Path) -> None:
+    """DCP takes a list apart if there is a dict or a tensor in it: rates of groups, schedulers in schedulers,
+    cursors of data."""
+    rates = torch.optim.lr_scheduler
+
+    def made(wrapped: bool) -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        adam = torch.optim.AdamW(
+            [{"params": [*layer.parameters()]} for layer in model], lr=torch.tensor(1e-2)
+        )
+        if wrapped:
+            adam = torch.optim.AdamW([{"params": [*layer.parameters()]} for layer in model], lr=1e-2)
+            model, adam = infinity.wrap(model, adam, config_for(tmp_path, **ON_HOST))
+        parts = [rates.LinearLR(adam, 0.1, total_iters=2), rates.CosineAnnealingLR(adam, 10)]
+        return model, adam, rates.SequentialLR(adam, parts, [2])
+
+    def step(model: Any, adam: Any, scheduler: Any) -> list[float]:
+        model(torch.ones(4, 8)).pow(2).mean().backward()
+        adam.step()
+        scheduler.step()
+        adam.zero_grad()
+        return [float(group["lr"]) for group in adam.param_groups]
+
+    plain = made(False)
+    for _ in range(3):
+        step(*plain)
+    of_model, of_adam = get_state_dict(*plain[:2])
+    tree = {"by number": {"0": [1, {"a": [torch.ones(2), {"b": 3}]}]}, "whole": {0: "x"}}
+    dcp.save(
+        {"model": of_model, "optimizer": of_adam, "scheduler": plain[2].state_dict(), "tree": tree},
+        checkpoint_id=tmp_path / "saved",
+    )
+    wanted = step(*plain)
+    path, foreign = import_dcp(str(tmp_path / "saved"), str(tmp_path / "out"))
+    found = foreign.state["tree"]["by number"]["0"]
+    assert torch.equal(found[1]["a"].pop(0), torch.ones(2))
+    assert found == [1, {"a": [{"b": 3}]}]
+    model, adam, scheduler = made(True)
+    infinity.load(adam, path, state={"scheduler": scheduler})
+    assert step(model, adam, scheduler) == pytest.approx(wanted, rel=1e-6)
+    infinity.close(model)
 
 
 def test_a_scheduler_beside_it_comes_along(recorded: Path, tmp_path: Path) -> None:

@@ -477,7 +477,7 @@ def _equal(saved: _Saved, name: str, other: str) -> bool:
 
 def _further(saved: _Saved, of_model: set[str], optimizer: _Optimizer, left_out: list[str]) -> dict[str, Any]:
     """Return what there is beside the model and the optimizer, as the program passed it."""
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = _Branch()
     for name, found in saved.entries.items():
         if name in of_model or _of_optimizer(name, optimizer):
             continue
@@ -486,6 +486,22 @@ def _further(saved: _Saved, of_model: set[str], optimizer: _Optimizer, left_out:
             continue
         inner, parts = state, saved.paths.get(name) or (name,)
         for part in parts[:-1]:
-            inner = inner.setdefault(part, {})
+            inner = inner.setdefault(part, _Branch())
         inner[parts[-1]] = saved.value(name)
-    return state
+    listed: dict[str, Any] = _with_lists(state, len(saved.entries))
+    return listed
+
+
+class _Branch(dict[Any, Any]):
+    """What the paths of several entries have in common."""
+
+
+def _with_lists(value: Any, most: int) -> Any:
+    """Return a branch with a list where paths have numbers (names in dicts are always text there). None
+    stands in it where a tensor is left out."""
+    if not isinstance(value, _Branch):
+        return value
+    found = {part: _with_lists(inner, most) for part, inner in value.items()}
+    if found and all(type(part) is int and 0 <= part < most for part in found):
+        return [found.get(index) for index in range(max(found) + 1)]
+    return found

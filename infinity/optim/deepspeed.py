@@ -116,14 +116,16 @@ def deepspeed_scheduler(
     Args:
         source: the file, or its content as a dict.
         optimizer: of the wrapped model, or the one that `wrap` gets.
-        arguments: the TrainingArguments that fill in ``"auto"``.
+        arguments: the TrainingArguments that fill in ``"auto"``. A learning rate in the block `optimizer`
+            goes before theirs.
         steps: number of steps in the training, for ``"auto"`` in ``total_num_steps``. None: ``max_steps`` of
             the arguments.
 
     Raises:
         ConfigError: there is no such block, or the scheduler or one of its parameters is wrong.
     """
-    block = read_deepspeed(source).get("scheduler")
+    settings = read_deepspeed(source)
+    block = settings.get("scheduler")
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(block, Mapping) or kind not in SCHEDULERS:
         raise ConfigError(
@@ -140,15 +142,20 @@ def deepspeed_scheduler(
             found=repr(given),
             cure="correct scheduler.params",
         )
-    params = _params(kind, given, arguments, steps)
+    own = settings.get("optimizer")
+    named = own.get("params") if isinstance(own, Mapping) else None
+    rate = named.get("lr") if isinstance(named, Mapping) else None
+    params = _params(kind, given, arguments, steps, rate if _is_number(rate) else None)
     rates = [_rate(kind, params, optimizer, index) for index in range(len(optimizer.param_groups))]
     for group in optimizer.param_groups:
         group["initial_lr"] = 1.0  # LambdaLR multiplies it by the rate, which is exact for 1
     return LambdaLR(optimizer, rates)
 
 
-def _params(kind: str, given: Mapping[str, Any], arguments: Any, steps: int | None) -> dict[str, Any]:
-    """Return all parameters of a scheduler, checked."""
+def _params(
+    kind: str, given: Mapping[str, Any], arguments: Any, steps: int | None, rate: float | None
+) -> dict[str, Any]:
+    """Return all parameters of a scheduler, checked; `rate`: of the block `optimizer`, if it names one."""
     known = _PARAMS[kind]
     if unknown := [name for name in given if name not in known]:
         _wrong(unknown[0], given[unknown[0]], f"parameters of {kind}: {', '.join(known)}", "remove it")
@@ -159,7 +166,7 @@ def _params(kind: str, given: Mapping[str, Any], arguments: Any, steps: int | No
     filled = {
         "total_num_steps": total,
         "warmup_min_lr": 0.0,
-        "warmup_max_lr": _filled(arguments, "learning_rate"),
+        "warmup_max_lr": _filled(arguments, "learning_rate", rate),
         "warmup_num_steps": _warmup_steps(arguments, total),
     }
     params = {**known, **{name: value for name, value in given.items() if value is not None}}
