@@ -4,5 +4,7 @@ run=$1
 shift
 if compgen -G "$run/step-*/index.json" > /dev/null; then
     set -- --resume "$@"
+else
+    set -- --overwrite "$@"  # the log of a run that died before its first checkpoint
 fi
 exec infinity train --output "$run" "$@"

@@ -615,6 +615,20 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert (code, result["dtype"], result["per_step"]["tokens"]) == (0, "fp16", 2 * 256)
     assert "parameters" in result["device"]
     assert not result["nvme"]
+    settings["optimizer"]["params"] = {"lr": 3e-5, "betas": [0.8, 0.97], "weight_decay": 0.5}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    code, result = plan(capsys, "--deepspeed", str(file), "--ranks", "2", "--fit")
+    assert result["command"].startswith("torchrun --nproc-per-node 2 -m infinity train --")
+    for option in ("--optimizer lion", "--lr 3e-05", "--beta1 0.8", "--beta2 0.97", "--weight-decay 0.5"):
+        assert option in result["command"]
+    assert "a schedule of its own" in result["notes"][-1]
+    code, result = plan(capsys, "--deepspeed", str(file), "--ranks", "3")
+    assert (code, "contradict each other" in result["error"]["what"]) == (2, True)
+    settings["fp16"], settings["bf16"] = {"enabled": True, "loss_scale": 128}, {"enabled": False}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    code, result = plan(capsys, "--deepspeed", str(file), "--dtype", "fp16")
+    assert 'write "loss_scale": 0' in result["error"]["cure"]
+    settings = {"train_batch_size": 32, "zero_optimization": {}}
     settings["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
     file.write_text(json.dumps(settings), encoding="utf-8")
     code, result = plan(capsys, "--deepspeed", str(file))

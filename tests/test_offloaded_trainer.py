@@ -207,6 +207,29 @@ def test_weights_alone_are_a_checkpoint_too(
     torch.testing.assert_close(dict(saved.state_dict()), found.seen.state, rtol=0, atol=0)
 
 
+def test_weights_alone_are_those_of_the_masters(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    """A resume from rounded ones would go on from another model."""
+    load = need("safetensors.torch").load_file
+    settings = {**SAVING, "save_only_model": True, "bf16": True}
+    args = transformers.TrainingArguments(**arguments(tmp_path / "out", max_steps=4, **settings))
+    run = offloaded(transformers.Trainer)(llama(), args, train_dataset=examples(), infinity=config)
+    run.train()
+    infinity.export(run.model, tmp_path / "trained", dtype="fp32")
+    infinity.close(run.model)
+    saved = load(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
+    torch.testing.assert_close(saved, load(tmp_path / "trained" / "model.safetensors"), rtol=0, atol=0)
+    args.learning_rate = 0.0  # Trainer makes a step behind the last one
+    run = offloaded(transformers.Trainer)(llama(3), args, train_dataset=examples(), infinity=config)
+    with pytest.warns(RuntimeWarning, match="the optimizer and its schedule begin anew"):
+        run.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    infinity.export(run.model, tmp_path / "resumed", dtype="fp32")
+    infinity.close(run.model)
+    torch.testing.assert_close(saved, load(tmp_path / "resumed" / "model.safetensors"), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mixed_precision_is_the_compute_dtype(
     dtype: str, transformers: Any, offloaded: Any, config: Any, tmp_path: Path

@@ -308,6 +308,7 @@ def test_what_a_run_that_goes_on_may_not_change(text: str, nvme: str, tmp_path: 
             read_run(None, {**there, "steps": 4, **change})
     with pytest.raises(ConfigError, match="at its end"):
         read_run(None, there)
+    assert run(["train", "--resume", "--output", root]) == 0  # not a failure to who starts it again
     with pytest.raises(ConfigError, match="another run"):
         train(read_run(None, {**_given(text, nvme), "steps": 2, "output": root}))
     inside = {"output": os.path.join(root, "step-2")}

@@ -104,7 +104,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if "--json" in arguments:
             with contextlib.suppress(OSError):  # the error is told on stderr
                 click.echo(json.dumps({"error": error_as_dict(error)}))
-        return 2
+        return int(getattr(error, "exit_code", 2))
     except Quiet as error:
         return error.code
     except click.ClickException as error:

@@ -314,12 +314,14 @@ def without_index(root: str) -> list[str]:
 def check_steps(train: TrainSettings, made: int) -> None:
     """Raise `ConfigError` where a run that goes on after `made` steps has none to make."""
     if made >= train.steps:
-        raise ConfigError(
+        error = ConfigError(
             "the run is at its end",
             expected=f"more than the {made} steps that were made",
             found=f"--steps {train.steps}",
             cure=f"--steps {2 * made}, or another number above {made}",
         )
+        vars(error)["exit_code"] = 0  # to who starts runs again until they end well, it has
+        raise error
 
 
 def _names(settings: Any) -> Iterable[str]:

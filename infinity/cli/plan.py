@@ -99,6 +99,12 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
     }
 
 
+_COMMAND: Final = (
+    "command: `infinity train` has a schedule of its own, eps is 1e-8, and matrices alone decay, as in "
+    "AdamW. To train as the file says, use it in your own loop or Trainer (docs/deepspeed.md)."
+)
+
+
 def _beneath(found: Translation, ranks: int) -> dict[str, dict[str, Any]]:
     """Return what a settings file of DeepSpeed says of a run, by section. As DeepSpeed does, it gets a number
     of the batches that is missing from the others."""
@@ -107,7 +113,20 @@ def _beneath(found: Translation, ranks: int) -> dict[str, dict[str, Any]]:
         batch = max(1, found.total // ranks // (accumulation or 1))
     elif found.total is not None and batch is not None and accumulation is None:
         accumulation = max(1, found.total // batch // ranks)
-    train = {"batch": batch, "accumulation": accumulation, "optimizer": found.optimizer}
+    if found.total is not None and batch is not None and found.total != batch * (accumulation or 1) * ranks:
+        raise ConfigError(
+            "the batch sizes of the settings of DeepSpeed contradict each other",
+            expected="train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × "
+            f"{ranks} ranks",
+            found=f"train_batch_size = {found.total}; {batch} × {accumulation or 1} × {ranks} = "
+            f"{batch * (accumulation or 1) * ranks}",
+            cure="correct one of them, or plan for another number of ranks",
+        )
+    options = found.optimizer_options
+    named = {option: options.get(theirs) for option, theirs in (("lr", "lr"), ("weight_decay",) * 2)}
+    named |= zip(("beta1", "beta2"), options.get("betas", ()), strict=False)
+    train: dict[str, Any] = {"batch": batch, "accumulation": accumulation, "optimizer": found.optimizer}
+    train |= {name: value for name, value in named.items() if isinstance(value, (int, float))}
     return {"engine": found.settings, "train": {k: v for k, v in train.items() if v is not None}}
 
 
@@ -190,7 +209,11 @@ def plan_command(
     theirs = None
     if deepspeed_file is not None:
         dtype = given.get("dtype") or PRESET_DTYPE
-        theirs = translate(deepspeed_file, SimpleNamespace(fp16=dtype == "fp16", bf16=dtype == "bf16"))
+        try:
+            theirs = translate(deepspeed_file, SimpleNamespace(fp16=dtype == "fp16", bf16=dtype == "bf16"))
+        except ConfigError as error:
+            vars(error)["in_options"] = False  # it names keys of the file
+            raise
     run = read_run(config_file, given, ranks, theirs and _beneath(theirs, ranks))
     case = Case(run, machine, at=at)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
@@ -202,7 +225,10 @@ def plan_command(
     if theirs is not None:
         result["notes"] = theirs.notes
     if found is not None:
-        result["command"] = command(case.run)
+        started = f"torchrun --nproc-per-node {here} -m " if ranks > 1 else ""
+        result["command"] = started + command(case.run)
+        if theirs is not None:
+            theirs.notes.append(_COMMAND)
     return finish(result, functools.partial(show, case), as_json=as_json, failed=not plan.fits)
 
 

@@ -411,6 +411,8 @@ def in_options(text: str) -> str:
 
 def say_in_options(error: InfinityError) -> None:
     """Have an error name settings as options."""
+    if not getattr(error, "in_options", True):
+        return
     for part in ("what", "expected", "found", "cure"):
         text = getattr(error, part)
         if isinstance(text, str):

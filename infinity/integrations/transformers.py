@@ -297,7 +297,9 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
         self._together("the begin of an export", begin)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        infinity.export(self.model, beside, tokenizer=tokenizer)
+        # What a resume begins from is not rounded.
+        dtype = "fp32" if _internal_call and self.args.save_only_model else None
+        infinity.export(self.model, beside, dtype=dtype, tokenizer=tokenizer)
         self._together("the end of an export", end)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -329,6 +331,13 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not _is_ours(checkpoint):
+            if checkpoint is not None and not os.path.isfile(os.path.join(checkpoint, "optimizer.pt")):
+                warnings.warn(
+                    f"{checkpoint} has the model alone, without {_HOME} or optimizer.pt: the optimizer and "
+                    "its schedule begin anew",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         written = self._load(checkpoint, {"scheduler": self.lr_scheduler})["written"]
