@@ -7,6 +7,8 @@ import itertools
 import os
 import random
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +248,18 @@ def test_what_somebody_holds_is_moved_nowhere(tmp_path: Path) -> None:
     assert not isinstance(device, HostDevice) or device.pages.moved >= 32 * MiB
     infinity.close(model)
     assert not isinstance(device, HostDevice) or device.pages.kept == device.pages.most == 0
+
+
+def test_a_limit_on_address_space_is_named() -> None:
+    script = (
+        "import resource, infinity.hardware.pages as p\n"
+        "size = 1 << 32\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size, size))\n"
+        "try:\n    p.PagedMemory(size, p.Pages())\n"
+        "except p.OutOfMemoryError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "no room for 4.00 GiB of address space" in done.stdout, done.stderr
+    assert "raise the limit on address space of a process: ulimit -v" in done.stdout

@@ -21,8 +21,9 @@ from typing import Final
 
 import torch
 
-from infinity.core.errors import StorageError
-from infinity.core.sizes import MiB
+from infinity.core.errors import OutOfMemoryError, StorageError
+from infinity.core.sizes import MiB, format_size
+from infinity.core.system_errors import cure, reason
 
 #: Bytes of a huge page; what is smaller is not kept.
 GRAIN: Final = 2 * MiB
@@ -106,7 +107,15 @@ class PagedMemory:
         self._nbytes, self._whole = nbytes, nbytes // GRAIN * GRAIN
         self._filled = False
         # The mapping is never closed: the storage holds it, and the last of its tensors unmaps it.
-        self._map = mmap.mmap(-1, nbytes + (GRAIN if self._whole else 0), flags=_FLAGS)
+        try:
+            self._map = mmap.mmap(-1, nbytes + (GRAIN if self._whole else 0), flags=_FLAGS)
+        except OSError as error:
+            raise OutOfMemoryError(
+                f"no room for {format_size(nbytes)} of address space",
+                expected="room for the parameters of a unit as torch sees them",
+                found=reason(error.errno),
+                cure=cure(error.errno, "let fewer processes share the memory of this machine"),
+            ) from error
         begin = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         skipped = -begin % GRAIN if self._whole else 0
         tensor = torch.frombuffer(self._map, dtype=torch.uint8, offset=skipped, count=nbytes)
