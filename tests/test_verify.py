@@ -114,6 +114,10 @@ def test_an_error_of_a_case_is_its_result(tmp_path: Path, monkeypatch: pytest.Mo
     assert code == 1
     assert [case["same"] for case in result["cases"]] == [False, False]
     assert "the drive is gone" in result["cases"][1]["problem"]
+    words = ["--device", "cpu", "--nvme", str(tmp_path)]
+    told = CliRunner().invoke(verify_command, words, catch_exceptions=False, standalone_mode=False).output
+    assert "No case gave other bits" in told  # so it is no fault of the machine's
+    assert "suspect memory" not in told
     with pytest.raises(DirectoryError):
         run("--nvme", str(tmp_path / "missing"))
 

@@ -391,9 +391,17 @@ def show(result: dict[str, Any]) -> None:
     text += f": {len(PLACEMENTS)} placements, update modes {', '.join(UPDATES)}, {', '.join(DTYPES)}, "
     text += f"instruction sets {', '.join(result['isas'])}, I/O backends {', '.join(result['backends'])}, "
     lines.append((f"{text}on {result['device']}", "bold red" if wrong else "green"))
-    text = "This machine does not give the results that it should. If it is the same each time, report it "
-    text += "with the output of --json; if not, suspect memory, processor or drive (doctor, dmesg)."
-    lines += [] if result["same"] else [(text, "")]
+    if any(case["difference"] for case in wrong) or not all(
+        found["same"] for found in result["torch"].values()
+    ):
+        text = (
+            "This machine does not give the results that it should. If it is the same each time, report it "
+        )
+        text += "with the output of --json; if not, suspect memory, processor or drive (doctor, dmesg)."
+        lines.append((text, ""))
+    elif wrong:
+        text = "No case gave other bits. Those above did not run to their end, and say why; where there is "
+        lines.append((f"{text}too little room, --nvme DIR names another directory.", ""))
     for line, style in lines:
         console.print(line, style=style, markup=False)
 
