@@ -114,7 +114,10 @@ def test_a_cure_names_the_memory_of_all_ranks_of_a_machine(
     assert cure[0] == "--host-memory"
     assert planned(capsys, *common, *cure)["fits"]
     fitting = planned(capsys, *common, "--fit")["command"]
-    assert planned(capsys, *fitting.split()[2:], "--ranks", "4", "--ranks-per-node", "2")["fits"]
+    begin = "torchrun --nnodes 2 --nproc-per-node 2 -m infinity train "
+    assert fitting.startswith(begin)
+    options = fitting.removeprefix(begin).split()
+    assert planned(capsys, *options, "--ranks", "4", "--ranks-per-node", "2")["fits"]
 
 
 def test_what_is_refused_of_ranks(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,7 +225,8 @@ def plan_command(
     if theirs is not None:
         result["notes"] = theirs.notes
     if found is not None:
-        started = f"torchrun --nproc-per-node {here} -m " if ranks > 1 else ""
+        nodes = f"--nnodes {-(-ranks // here)} " if ranks > here else ""
+        started = f"torchrun {nodes}--nproc-per-node {here} -m " if ranks > 1 else ""
         result["command"] = started + command(case.run)
         if theirs is not None:
             theirs.notes.append(_COMMAND)
