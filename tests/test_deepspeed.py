@@ -22,6 +22,7 @@ from infinity.core.errors import ConfigError
 from infinity.optim import deepspeed_scheduler
 
 from .small_net import build, tokens
+from .test_ecosystem import need
 
 Settings = dict[str, Any]
 #: What Trainer fills in for "auto".
@@ -527,8 +528,10 @@ def test_auto_is_what_trainer_fills_in() -> None:
     assert "gradient_clipping: write" in refused(BF16, clips)  # DeepSpeed clips at 1, Trainer at 0.5
 
 
+@pytest.mark.ecosystem
 def test_arguments_may_be_those_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    need("accelerate")  # without which transformers has no TrainingArguments
+    transformers = need("transformers")
     arguments = transformers.TrainingArguments(
         tmp_path, bf16=True, max_steps=20, warmup_steps=2, use_cpu=True
     )
