@@ -239,6 +239,17 @@ def test_what_the_strategy_refuses(tmp_path: Path) -> None:
     for precision in ("bf16-true", "64-true"):
         with pytest.raises(ConfigError, match=f"precision='{precision}'"):
             trainer(tmp_path, strategy(tmp_path), precision=precision)
+
+    class Quantized(L.plugins.precision.Precision):  # type: ignore[misc,name-defined]
+        """As BitsandbytesPrecision, which calls itself 32-true."""
+
+    with pytest.raises(ConfigError, match="Quantized"):
+        trainer(tmp_path, strategy(tmp_path), plugins=[Quantized()])
+    twice = strategy(tmp_path)
+    trainer(tmp_path, twice, precision="bf16-mixed")
+    twice.precision_plugin = twice.precision_plugin  # as of another Trainer, which gets it with the strategy
+    assert twice.precision_plugin.precision == "bf16-mixed"
+    assert twice._config.dtype == "bf16"
     with pytest.raises(ConfigError, match="leave precision out"):
         trainer(tmp_path, strategy(tmp_path, dtype="fp16"), precision="bf16-mixed")
     for count in (0, 2):

@@ -30,7 +30,7 @@ from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.folder import sync
 
 [_DDPStrategy] = optional("lightning.pytorch.strategies", None, "DDPStrategy")
-[_Precision] = optional("lightning.pytorch.plugins.precision", None, "Precision")
+[_Precision, _Mixed] = optional("lightning.pytorch.plugins.precision", None, "Precision", "MixedPrecision")
 [_TorchCheckpointIO] = optional("lightning.pytorch.plugins.io", None, "TorchCheckpointIO")
 [_apply] = optional("lightning_utilities.core.apply_func", None, "apply_to_collection")
 
@@ -43,8 +43,9 @@ _NEW: Final = ".saving"
 class _Scaled(_Precision):  # type: ignore[misc,valid-type]
     """The engine casts the weights, and looks for overflow. Batches, and a loss of fp16, need this."""
 
-    def __init__(self, strategy: InfinityStrategy, dtype: torch.dtype | None) -> None:
+    def __init__(self, strategy: InfinityStrategy, name: str, dtype: torch.dtype | None) -> None:
         self._strategy, self._dtype = strategy, dtype
+        self.precision = name  # another Trainer may get it with the strategy
 
     def convert_input(self, data: Any) -> Any:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,11 +144,11 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
         if plugin is None:  # the Trainer sets its own
             return
         name = plugin.precision
-        if name not in _DTYPES or "convert_module" in vars(type(plugin)):
+        if name not in _DTYPES or type(plugin) not in (_Precision, _Mixed, _Scaled):
             raise ConfigError(
                 "the engine keeps the weights, and cannot take this precision",
                 expected=" or ".join(f"precision={name!r}" for name in _DTYPES),
-                found=f"precision={name!r}",
+                found=f"{type(plugin).__name__}, precision={name!r}",
                 cure="a precision of these, or Config(dtype=…) without a precision",
             )
         dtype = _DTYPES[name]
@@ -159,7 +160,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
                 cure="leave precision out",
             )
         self._config = self._given.replace(dtype=dtype) if dtype else self._given
-        self._precision_plugin = _Scaled(self, self._config.compute_dtype)
+        self._precision_plugin = _Scaled(self, name, self._config.compute_dtype)
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
