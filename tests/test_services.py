@@ -105,6 +105,19 @@ def test_a_job_that_fails_is_not_requeued(place: Path, text: str, nvme: str) -> 
 
 @pytest.mark.later
 @pytest.mark.processes
+def test_a_log_of_a_run_that_left_no_checkpoint_is_in_nobodys_way(place: Path, text: str, nvme: str) -> None:
+    options = words(text, nvme, "--steps", "1", "--json-log", "log.jsonl")
+    died = [str(place / "bin" / "infinity"), "train", *options, "--no-save"]
+    begun = [str(program(place / "train.sh", SCRIPT)), "run", *options]
+    for command in (died, begun, begun):  # the last one finds the run at its end
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "the run is at its end" in done.stderr
+    assert find(str(place / "run")).step == 1
+
+
+@pytest.mark.later
+@pytest.mark.processes
 def test_a_service_goes_on(place: Path, text: str, nvme: str) -> None:
     """The signal for the process that systemd has started is one for the run."""
     command = [str(program(place / "train.sh", SCRIPT)), "run", *words(text, nvme, "--steps", "60")]
