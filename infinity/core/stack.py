@@ -60,9 +60,10 @@ _BEGUN_IN = os.path.abspath(os.curdir) if os.path.isdir(os.curdir) else os.sep
 _LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)))
 
 
-#: The modules of torch whose functions are asked for here.
+#: The modules of torch that have the functions below.
 _MODULES: Final = "torch.nn.modules.module"
 _GRAPH: Final = "torch.autograd.graph"
+_DISTRIBUTED: Final = "torch.distributed.checkpoint.state_dict"
 
 
 def _is_of(frame: FrameType, home: str, name: str) -> bool:
@@ -85,6 +86,12 @@ def is_backward(frame: FrameType) -> bool:
 def is_state_dict(frame: FrameType) -> bool:
     """Return whether a frame is a function of torch that makes or loads the state dict of a module."""
     return _is_of(frame, _MODULES, "state_dict")
+
+
+def is_for_checkpoint() -> bool:
+    """Return whether torch's functions for distributed checkpoints (`get_optimizer_state_dict`,
+    `get_state_dict`, and what they call in a load) make a state dict of an optimizer on this thread."""
+    return any(_is_of(frame, _DISTRIBUTED, "_get_optim_state_dict") for frame in frames())
 
 
 def calls_of(module: object) -> int:

@@ -220,8 +220,6 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             self._rates = [group["lr"] for group in self.optimizer.param_groups]
             self._check_ranks(self._engine)
             self._engine.saves_on_all_ranks = True
-            # accelerate's own optimizer around it would begin with a whole copy of its state
-            self.optimizer._is_accelerate_prepared = True
             if self.args.world_size > 1 and hasattr(self.model, "generate"):
                 self.model.generate = functools.partial(_generate, self.model.generate)
             if self._config.dtype == "fp16":

@@ -21,6 +21,7 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
+from infinity.core.stack import is_for_checkpoint
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
@@ -29,7 +30,7 @@ from infinity.params.param import ShardedParam
 
 from .behind import Behind, Parts
 from .loading import OURS, NoState, counts_of, hooked, match
-from .misuse import is_guard, refuse_alone, refuse_copies
+from .misuse import Prepared, is_between_steps, is_guard, refuse_alone, refuse_copies
 from .rules import Rule
 from .state_io import bump
 from .update import ParamUpdate, chunk_updates
@@ -94,6 +95,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._state = NoState()
+        self._state.names = self._names
         # Those of steps are the same ones: a handle removes them, wherever they were registered. The wrapped
         # optimizer refuses state dicts, by hooks of ours.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -118,6 +120,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False  # the last one; accelerate's name, by which schedulers wait
+        self._of_accelerate = False
         self._steps = 0
         self._unfinished: list[Any] = []  # what the closure returned to a step that was made, and raised
         self._resumed: int | None = None  # the steps that a state dict had, if one was loaded
@@ -126,12 +129,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
-        """Empty: the state is on its tiers, and `state_dict()` reads it."""
+        """Without entries: the state is on its tiers, and `state_dict()` reads it."""
         return self._state
 
     @state.setter
     def state(self, value: object) -> None:
-        if self._sealed:
+        if self._sealed and value is not self._state:
             self._state.clear()  # says what to write
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -171,6 +174,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             OutOfMemoryError: this update, or the one before, ran out of memory; the error names the unit.
         """
         start = time.perf_counter()
+        if self._of_accelerate and is_between_steps():
+            return None
         if self.behind is not None:
             self.behind.check_outside("`step()`")
         if self._unfinished and not self._is_new():
@@ -196,6 +201,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
             vars(wrapped)["_opt_called"] = True  # a scheduler of that optimizer warns where it is missing
         self._seams.stepped(time.perf_counter() - start)
         return loss
+
+    # [Note: prepared by accelerate] accelerate puts an optimizer of its own around one that it prepares, with
+    # a copy of the whole state. That one neither asks ours whether a step was skipped nor has `scale`. So
+    # `prepare` finds ours marked as prepared, and takes it as it is; it does what accelerate's would do.
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What accelerate asks first when it prepares an optimizer."""
+        self._of_accelerate = bool(Prepared())
+        return self._of_accelerate
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """What accelerate sets at the end."""
+
+    @property
+    def optimizer(self) -> OffloadOptimizer:
+        """What accelerate asks a prepared optimizer for, when it looks for that of a scheduler: this one."""
+        if not self._of_accelerate:  # some libraries go on until an optimizer has no other inside
+            raise AttributeError("optimizer")
+        return self
 
     def _is_new(self) -> bool:
         """Return whether there are gradients that no step has used."""
@@ -331,6 +357,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; with ``set_to_none=False`` set them to zero, so that `step` updates their
         parameters all the same."""
+        if self._of_accelerate and is_between_steps():
+            return
         self.deferral.wait_interrupted()  # a step that an interrupt left under way has its gradients
         if self.behind is not None:
             self.behind.check_stepped("`zero_grad()`")
@@ -461,16 +489,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._comm.world > 1 and not all(u.layout.whole for u in self._residency.units):
             refuse_alone("state dict of the optimizer")
         self._seams.finish()
-        self._states.check_room()
+        # What reads a distributed checkpoint reads what such a state dict names, and nothing else: one of an
+        # optimizer that has made no step names all that a later one has.
+        whole = is_for_checkpoint()
+        self._states.check_room(always=whole)
         self._edits.check_unseen()
         self._edits.check_delayed()
         self._edits.adopt_all()
         try:
             kept = [s for s in self._params.values() if s.spec.trainable]
-            two = {*self._states.fronts()}
-            kept = [s for s in kept if s.step or s.spec.dtype is not torch.float32 or s in two]
+            two = {*self._states.fronts(always=whole)}
+            kept = [s for s in kept if whole or s.step or s.spec.dtype is not torch.float32 or s in two]
             groups = {p: group for group in self.param_groups for p in group["params"]}
-            for sharded, values in self._states.read(kept).items():
+            for sharded, values in self._states.read(kept, two).items():
                 group = groups.get(sharded.param, self.defaults)
                 values.update(self.rule.counters_of(sharded.step, sharded.counters, group))
                 values.update(self.rule.factors_of(sharded.factors, sharded.spec.shape))
@@ -481,6 +512,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             dict.clear(self.state)
         return {**state, OURS: self.counts()}
+
+    def _names(self, param: nn.Parameter) -> list[str]:
+        """Return the names of what a state dict for a distributed checkpoint has of a parameter."""
+        sharded = self._params.get(param)
+        if sharded is None or not sharded.spec.trainable:
+            return []
+        two = self._residency.has_two_versions
+        names = ["step", *self._states.kinds_of(sharded)]
+        names += ["master"] if two or sharded.spec.dtype is not torch.float32 else []
+        names += ["front"] if two else []
+        group = next((g for g in self.param_groups if any(p is param for p in g["params"])), self.defaults)
+        names += [*self.rule.counters_of(0, {}, group), *self.rule.factors_of({}, sharded.spec.shape)]
+        return names
 
     def counts(self) -> dict[str, float]:
         """Return counts that torch's optimizers do not have: steps, skipped steps, and with fp16 the loss
