@@ -213,7 +213,7 @@ def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib
             continue
         if any(sum(p.numel for p in each) != param.numel() for each in found):
             raise other_shape(directory, first, param.shape, "another number of elements")
-        if not all(_equal(found[0], other) for other in found[1:]):
+        if not all(same_values(found[0], other) for other in found[1:]):
             return None  # they are not tied after all
         pieces |= dict.fromkeys(names, found[0])
     if lacking:
@@ -284,14 +284,14 @@ def named(model: nn.Module) -> Iterator[tuple[str, list[str], nn.Parameter]]:
         yield each[0], each, param
 
 
-def _equal(first: Sequence[FileTensor], second: Sequence[FileTensor]) -> bool:
+def same_values(first: Sequence[FileTensor], second: Sequence[FileTensor]) -> bool:
     """Return whether two parameters' values are the same, bit for bit."""
     if [(p.numel, p.dtype) for p in first] != [(p.numel, p.dtype) for p in second]:
         return False
-    return all(_same_values(a, b) for a, b in zip(first, second, strict=True))
+    return all(_same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _same_values(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
+def _same(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
     ours, theirs = (torch.empty(min(count, first.numel), dtype=first.dtype) for _ in range(2))
     for begin in range(0, first.numel, count):
         numel = min(count, first.numel - begin)
@@ -486,6 +486,17 @@ def other_shape(directory: str, name: str, expected: Sequence[int], found: objec
         expected=[*expected],
         found=found,
         cure="check config.json",
+    )
+
+
+def not_tied(directory: str, names: Sequence[str], there: Sequence[str]) -> DataError:
+    """Return the error for names that the model ties, and that have different values in its directory."""
+    return DataError(
+        f"the model ties {', '.join(map(repr, names[:_SHOWN]))}, and their values in {directory!r} differ",
+        expected="the same values for names that are tied; or a model in which they are not",
+        found=f"the values of {', '.join(map(repr, there[:_SHOWN]))} differ",
+        cure="build the model with tie_word_embeddings=False in its configuration, and call "
+        f"infinity.inference(model, config, weights={directory!r})",
     )
 
 
