@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -29,6 +28,7 @@ from infinity.core.config import Config
 from infinity.core.errors import DataError
 from infinity.core.optional import broken, optional
 from infinity.hardware.aio import Ring
+from infinity.params.discover import fp32_patterns
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Entry
 from infinity.storage.weights import FileTensor, Weights
@@ -152,14 +152,7 @@ def _in_dtype(model: Any, dtype: torch.dtype) -> nn.Module:
 def kept(model: Any, dtype: torch.dtype, *, parameters: bool = True) -> frozenset[str]:
     """Return the names of the parameters, or of the buffers, that the model's library leaves in fp32 in a
     model that is loaded in `dtype`."""
-    patterns: list[str] = []
-    if hasattr(model, "register_to_config") and dtype is torch.bfloat16:  # diffusers
-        patterns += map(re.escape, getattr(model, "_keep_in_fp32_modules", None) or [])
-    if dtype is torch.float16:
-        patterns += getattr(model, "_keep_in_fp32_modules", None) or []
-    if dtype in (torch.float16, torch.bfloat16):
-        patterns += getattr(model, "_keep_in_fp32_modules_strict", None) or []
-    searched = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    searched = fp32_patterns(model, dtype)
     tensors = model.named_parameters(remove_duplicate=False) if parameters else model.named_buffers()
     names = (name for name, tensor in tensors if tensor.is_floating_point())
     return frozenset(name for name in names if any(s.search(name) for s in searched))
