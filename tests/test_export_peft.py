@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ConfigError, DataError, ReleasedParameterError, StateDictError
+from infinity.core.errors import ConfigError, DataError, ReleasedParameterError, StateDictError, WrapError
 
 from .models import huggingface
 from .offloaded import config_for
@@ -232,6 +233,59 @@ def test_a_merged_model_with_encoder_and_decoder_keeps_its_setting(tmp_path: Pat
         assert not any(said.values())
         with torch.no_grad():
             assert torch.allclose(read.eval()(**batch).logits, model(**batch).logits, atol=1e-5), kind
+
+
+def lines_of_the_page(page: str, after: str) -> str:
+    """The first block of Python after some words of a page of the documentation."""
+    text = Path(__file__).parents[1].joinpath("docs", page).read_text(encoding="utf-8")
+    return text.split(after)[1].split("```python\n")[1].split("```")[0]
+
+
+def test_adapters_that_peft_ties_stay_tied_as_the_error_says(tmp_path: Path) -> None:
+    """PEFT's own two parameters over one memory, and with SGD its numbers."""
+    peft, transformers = need("peft"), need("transformers")
+
+    def model_of() -> Any:
+        torch.manual_seed(0)
+        settings = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+        return peft.get_peft_model(huggingface("llama", tied=True), config)
+
+    def run(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(3):
+            loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def sgd(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    plain = model_of()
+    wanted = run(plain, sgd(plain))
+    tied = model_of()
+    config = config_for(tmp_path, dtype="fp32", output_dtype=None)
+    with pytest.raises(WrapError, match="share memory") as caught:
+        infinity.wrap(tied, sgd(tied), config)
+    assert re.search(r"to keep them tied[^;]*parametrize[^;]*`docs/libraries\.md`", str(caught.value.cure))
+    exec(lines_of_the_page("libraries.md", "*LoRA on tied embeddings.*"), {"torch": torch, "tied": tied})
+    model, adam = infinity.wrap(tied, sgd(tied), config)
+    assert run(model, adam) == pytest.approx(wanted, rel=1e-5)
+
+    expected = logits(model)
+    infinity.export(model, tmp_path / "merged", merge_adapters=True)
+    assert says_tied(tmp_path / "merged")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(read), expected, rtol=1e-4, atol=1e-3)
+    infinity.export(model, tmp_path / "alone")
+    assert not any("parametrizations" in name for name in tensors_in(tmp_path / "alone"))
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(huggingface("llama", tied=True), tmp_path / "alone")
+    assert torch.equal(logits(again), expected)
+    assert logits(again).equal(logits(infinity.unwrap(model)))
 
 
 def test_several_adapters_and_plain_models(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def adapters_of(model: Any) -> list[Adapter]:
                         found=f"{key!r}, which PEFT computes from several tensors",
                         cure="merge_adapters=True",
                     )
+                if ".parametrizations." in key and tensor.is_meta:
+                    continue  # computed from another parameter, which is here as well
                 prefix = "" if hasattr(model, "get_base_model") or diffusers else "base_model.model."
                 value = by_id[id(tensor)] if tensor.is_meta else tensor.detach().cpu().clone()
                 sources[plain_name(prefix + key)] = value
