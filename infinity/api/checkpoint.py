@@ -44,6 +44,7 @@ from infinity.storage.tensor_header import DTYPES
 from infinity.storage.tensor_layout import joined
 from infinity.version import __version__
 
+from . import ties
 from .engine import Engine
 
 Progress = Callable[[int, int], None]
@@ -292,9 +293,9 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def texts_of(model: Any) -> dict[str, str]:
+def texts_of(model: Any, contents: Mapping[str, object] | None = None) -> dict[str, str]:
     """Return what a model of transformers, diffusers or timm says of itself, by the name of the file that has
-    it there; of a model of PEFT what its base says."""
+    it there; of a model of PEFT what its base says. `contents`: see `ties.contents_of`; None: the model's."""
     inner = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     if isinstance(getattr(inner, "peft_config", None), dict) and hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
@@ -305,6 +306,7 @@ def texts_of(model: Any) -> dict[str, str]:
             texts[f"{name}.json"] = str(to_json())
     if "config.json" in texts:
         values = {**json.loads(texts["config.json"]), "architectures": [type(inner).__name__]}
+        values = ties.corrected(inner, values, ties.contents_of(inner) if contents is None else contents)
         texts["config.json"] = json.dumps(values, indent=2, sort_keys=True) + "\n"
     elif callable(getattr(inner, "register_to_config", None)) and callable(
         getattr(inner, "to_json_string", None)

@@ -257,6 +257,10 @@ def _overlap(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, 
     return bool(looked_at.any())
 
 
+def _is_transpose(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.ndim == 2 and first.shape == second.shape[::-1] and first.stride() == second.stride()[::-1]
+
+
 def _refuse(
     first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor], buffers: list[str]
 ) -> None:
@@ -272,6 +276,7 @@ def _refuse(
             f"`model.{param}.detach()`; or, to keep the current values, give it a copy: p.detach().clone()",
         )
     same = begin == other_begin and data.shape == other_data.shape and data.dtype == other_data.dtype
+    transposed = begin == other_begin and data.dtype == other_data.dtype and _is_transpose(data, other_data)
     raise WrapError(
         f"the parameters {name!r} and {other!r} share memory, but are not one Parameter",
         expected="parameters with memory of their own; shared values as one Parameter in both places",
@@ -280,6 +285,10 @@ def _refuse(
         cure=(
             f"make them one Parameter (`b.weight = a.weight`, with {name!r} for a.weight), or "
             if same
+            else f"to keep them tied, make {other!r} the transpose of {name!r} by "
+            "torch.nn.utils.parametrize, before you build the optimizer: `docs/libraries.md` has the lines, "
+            "under PEFT; to untie them, "
+            if transposed
             else ""
         )
         + f"give {other!r} values of its own: nn.Parameter(p.detach().clone())",

@@ -102,10 +102,12 @@ class Config:
         activation_memory: bytes of host memory for ``activations="host"``; inputs that do not fit stay on the
             device. None: a quarter of the rest of `host_memory` after everything that is placed there and the
             smallest set of leases, at most 16 GiB.
-        dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters except those of
-            BatchNorm, which are fp32, and of the floating-point inputs of the model's forward. None: each
-            parameter keeps its own, and the engine does not cast inputs. To train fp16 parameters, set
-            ``"fp16"``: only this setting scales the loss.
+        dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters, and of the
+            floating-point inputs of the model's forward. These parameters are fp32 whatever it is: those of
+            BatchNorm, and those that the class of a module lists as `from_pretrained` of transformers reads
+            it, in `_keep_in_fp32_modules` (for ``"fp16"``) and `_keep_in_fp32_modules_strict` (for both).
+            None: each parameter keeps its own, and the engine does not cast inputs. To train fp16
+            parameters, set ``"fp16"``: only this setting scales the loss.
         output_dtype: dtype of the model's floating-point outputs. None: the engine does not cast them.
             ``"auto"``: fp32 if `dtype` is set, else the engine does not cast them.
         max_grad_norm: `step` clips the global 2-norm of the gradients to this value. None: no clipping.
