@@ -15,7 +15,13 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ClosedError, ConfigError, DirectoryError, ReleasedParameterError
+from infinity.core.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptionError,
+    DirectoryError,
+    ReleasedParameterError,
+)
 
 from .offloaded import config_for
 from .test_ecosystem import Seen, arguments, examples, llama, need, pairs, tokenizer, watch, words
@@ -727,3 +733,46 @@ def test_a_collator_that_holds_the_model(
     finally:
         torch.multiprocessing.set_start_method(before, force=True)
         infinity.close(model)
+
+
+def test_a_damaged_checkpoint_names_an_older_one(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    def trainer(steps: int) -> Any:
+        return offloaded(transformers.Trainer)(
+            llama(),
+            transformers.TrainingArguments(**arguments(tmp_path, **{**SAVING, "max_steps": steps})),
+            train_dataset=examples(),
+            infinity=config,
+        )
+
+    run = trainer(4)
+    run.train()
+    infinity.close(run.model)
+    older, newest = str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-4")
+    [index] = Path(newest, "infinity").glob("step-*/index.json")
+    whole = index.read_bytes()
+    index.write_bytes(b"")
+    run = trainer(6)
+    for call in (
+        run.newest_checkpoint,
+        lambda: run.train(resume_from_checkpoint=True),
+        lambda: run.train(resume_from_checkpoint=newest),
+    ):
+        with pytest.raises(CorruptionError) as caught:
+            call()
+        assert caught.value.cure == (
+            f"copy {newest} again from its source; or train(resume_from_checkpoint={older!r})"
+        )
+    [first] = Path(older, "infinity").glob("step-*/index.json")
+    begun = first.read_bytes()
+    first.write_bytes(b"")
+    with pytest.raises(CorruptionError, match=r"train\(resume_from_checkpoint=None\): there is no older one"):
+        run.newest_checkpoint()
+    first.write_bytes(begun)
+    assert run.train(resume_from_checkpoint=older).global_step == 6  # the cure
+    infinity.close(run.model)
+    index.write_bytes(whole)
+    run = trainer(6)
+    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other one
+    infinity.close(run.model)
