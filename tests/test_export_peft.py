@@ -370,8 +370,12 @@ def test_adapters_are_merged_for_good_as_the_error_says(tmp_path: Path) -> None:
     config = config_for(tmp_path, dtype="fp32", output_dtype=None, parameters="nvme")
     model, adam = infinity.wrap(model, optimizer, config)
     with pytest.raises(
-        ReleasedParameterError, match=r"merge adapters into it after `infinity.unwrap\(model\)`"
+        ReleasedParameterError, match=r"that `infinity.unwrap\(model\)` returns; `infinity.export\(model, "
     ):
         model.merge_and_unload()
+    with pytest.raises(ReleasedParameterError, match=r"with infinity.gathered\(params, write=True\)"):
+        model.merge_adapter()
+    infinity.export(model, tmp_path / "merged", merge_adapters=True)
+    assert torch.allclose(logits(type(llama()).from_pretrained(tmp_path / "merged")), wanted, atol=1e-5)
     assert torch.allclose(logits(infinity.unwrap(model).merge_and_unload()), wanted, atol=1e-5)
     infinity.close(adam)

@@ -31,6 +31,7 @@ from infinity.core.errors import (
     ParameterError,
     StateDictError,
 )
+from infinity.core.paths import local_path
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.deferral import Deferral
@@ -195,10 +196,10 @@ def wrong_index(path: str, error: Exception) -> CorruptionError:
 
 
 def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: str = "directory") -> str:
-    """Return a path as a string.
+    """Return a path as a string, with the user's directory in the place of "~".
 
     Raises:
-        ConfigError: the path is empty, or is not a path.
+        ConfigError: the path is empty, is not a path, or is an address (s3://…).
     """
     try:
         name = os.fsdecode(path)
@@ -216,7 +217,7 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: st
             found=repr(path),
             cure=f'"{example}"',
         )
-    return name
+    return local_path(name, f"the path of the {example} {kind}", example)
 
 
 def elements_here(engine: Engine, *, own: bool = False) -> dict[ShardedParam, int]:

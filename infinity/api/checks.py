@@ -116,7 +116,9 @@ def check_model(
                 f"the parameter {name!r} cannot be offloaded",
                 expected="dense floating-point parameters",
                 found=f"{param.dtype}, {param.layout}",
-                cure="make it a buffer",
+                cure=_dense(param)
+                if param.requires_grad
+                else "make it a buffer, which is not trained either",
             )
         if optimizer is not None and not param.is_meta and _overlaps_itself(param.detach()):
             raise WrapError(
@@ -169,6 +171,17 @@ def check_model(
     if not first:
         _check_attributes(model)
     return groups
+
+
+def _dense(param: nn.Parameter) -> str:
+    """Return what to write for a trained parameter that is complex or sparse."""
+    if param.layout is not torch.strided:
+        return "before you build the optimizer, make it dense: nn.Parameter(p.detach().to_dense())"
+    return (
+        "before you build the optimizer, make it pairs of real numbers, nn.Parameter(torch.view_as_real("
+        "p.detach()).clone()), and use torch.view_as_complex(p) in the forward; torch trains a complex "
+        "parameter as such pairs"
+    )
 
 
 def _is_muon(optimizer: torch.optim.Optimizer | None) -> bool:

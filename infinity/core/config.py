@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from .errors import ConfigError
+from .paths import local_path
 from .sizes import NORM_BLOCK, GiB, MiB, Tier, parse_precision, parse_size, torch_dtype
 from .yaml_file import read_yaml
 
@@ -524,6 +525,7 @@ def _directories(value: Any) -> tuple[str, ...]:
             found=repr(value),
             cure='nvme="/mnt/nvme/run1"',
         )
+    names = tuple(local_path(n, "nvme", "/mnt/nvme/run1") for n in names)
     twice = {os.path.realpath(n) for n in names}
     if len(twice) != len(names):
         raise ConfigError(
