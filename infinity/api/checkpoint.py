@@ -112,9 +112,9 @@ def settle(engine: Engine) -> None:
                 found="a block that is still open",
                 cure="leave `with infinity.gathered(...)` first",
             )
-        engine.edits.check_unseen()
-        engine.edits.check_delayed()
-        edited = engine.edits.found()
+        looked = engine.edits.check_unseen()
+        engine.edits.check_delayed(looked)
+        edited = engine.edits.found(looked)
     engine.edits.agree(edited, engine.residency)
     engine.edits.adopt_all(found=edited)
 

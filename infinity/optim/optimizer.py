@@ -260,16 +260,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _start_update(self) -> None:
         with told(self._comm):
-            present = self._check_step()
+            present, looked = self._check_step()
         changing = {s.unit for s in present}
         self._scaled = False
         self._gradients.stepped()
-        edited = self._edits.found()
+        edited = self._edits.found(looked)
         agree_on_step(self._comm, present, self.param_groups)
         self._edits.agree(edited, self._residency, changing)
         norm = self._norm(present)
         self.grad_norm = norm
-        self._edits.check_delayed()
+        self._edits.check_delayed(looked)
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
         self.step_was_skipped = self._skips and not math.isfinite(norm)
@@ -308,13 +308,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._good_steps = 0
                 self._gradients.rescale(min(self._gradients.scale * 2, 2.0**24))
 
-    def _check_step(self) -> list[ShardedParam]:
-        """Return the parameters that have a gradient; raise where a step cannot be made."""
+    def _check_step(self) -> tuple[list[ShardedParam], set[ShardedParam]]:
+        """Return the parameters that have a gradient, and what a look at the parameters on the device found;
+        raise where a step cannot be made."""
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             self.rule.check(group, f"param group {index}")
         present = self._present()
         self._residency.check_blocks({s.unit for s in present})
-        self._edits.check_unseen()
+        looked = self._edits.check_unseen()
         if self._fp16 and present and not self._scaled and self._gradients.are_new:
             raise PrecisionError(
                 "the fp16 gradients come from a loss that was not scaled",
@@ -322,7 +323,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 found="`loss.backward()`",
                 cure="scale the loss, or train in bf16",
             )
-        return present
+        return present, looked
 
     @property
     def delaying(self) -> bool:
@@ -497,9 +498,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # optimizer that has made no step names all that a later one has.
         whole = is_for_checkpoint()
         self._states.check_room(always=whole)
-        self._edits.check_unseen()
-        self._edits.check_delayed()
-        self._edits.adopt_all()
+        looked = self._edits.check_unseen()
+        self._edits.check_delayed(looked)
+        self._edits.adopt_all(found=self._edits.found(looked))
         try:
             kept = [s for s in self._params.values() if s.spec.trainable]
             two = {*self._states.fronts(always=whole)}
