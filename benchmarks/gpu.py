@@ -76,7 +76,6 @@ class Stage:
         self.name, self.args = name, args
         self.smoke = args.device == LAGGING
         self.parts: dict[str, dict[str, Any]] = {}
-        self.summary: dict[str, Any] = {}
         self._end = time.monotonic() + args.seconds
         args.logs.mkdir(parents=True, exist_ok=True)
 
@@ -115,7 +114,8 @@ class Stage:
         """Write what there is so far."""
         verdict = "passed" if self.passed else "failed"
         head = {"benchmark": f"gpu_check: {self.name}", "device": self.args.device, "verdict": verdict}
-        headline = {"headline": self.summary} if self.summary else {}
+        shares = speed.shares(self.parts)
+        headline = {"headline": shares} if shares else {}
         common.publish(self.args.output, {**head, **headline, "parts": self.parts})
 
     def run(self, found: dict[str, Any], name: str, command: Sequence[str], most: float, **env: str) -> bool:

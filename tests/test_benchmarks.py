@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -491,6 +492,27 @@ def test_an_interrupted_stage_keeps_its_points(tmp_path: Path, monkeypatch: pyte
     result = json.loads(stage.args.output.read_text())
     assert [*result["parts"]["torch"]["points"]] == [*result["headline"]["torch"]] == ["4096", "16384"]
     assert result["parts"]["torch"]["verdict"] == "interrupted"
+
+
+@pytest.mark.parametrize("ends", [None, KeyboardInterrupt])
+def test_a_part_keeps_what_its_script_has_written(
+    ends: type[BaseException] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, _ = stage_of(tmp_path, monkeypatch, 1e6)
+
+    def run(found: dict[str, Any], name: str, command: list[str], most: float) -> bool:
+        Path(command[-1]).write_text(json.dumps({"benchmark": "adam_beside", "rows": [1, 2]}))
+        if ends is not None:
+            raise ends
+        found["verdict"] = "timed out"
+        return False
+
+    monkeypatch.setattr(stage, "run", run)
+    with pytest.raises(ends) if ends is not None else contextlib.nullcontext():
+        stage.part("adam", 30, stage.script("adam", ["adam_beside.py"], 60))
+    part = json.loads(stage.args.output.read_text())["parts"]["adam"]
+    assert part["rows"] == [1, 2]
+    assert part["verdict"] == ("timed out" if ends is None else "interrupted")
 
 
 def test_without_deepspeed_its_contestants_are_left_out(
