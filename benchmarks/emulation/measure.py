@@ -99,6 +99,8 @@ class Contestant:
             import infinity
 
             infinity.flush(self.optimizer)
+        else:
+            self.optimizer.flush()
         self.machine.synchronize()
 
     def close(self) -> None:
@@ -230,7 +232,7 @@ def contestant(
 
 
 def main() -> None:
-    """Answer what is asked, until nothing is asked any more. ``open`` comes first; it ends an earlier case."""
+    """Answer what is asked, until nothing is asked any more. ``open`` comes first, and ends another case."""
     shape, scale, directory = sys.argv[1:]
     tell({})
     with contextlib.ExitStack() as stack:

@@ -54,8 +54,11 @@ class Plain:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def flush(self) -> None:
+        """Wait for what runs behind the program's back."""
+
     def close(self) -> None:
-        """End what runs behind the program's back."""
+        """End it."""
 
 
 class ZeroOffload(Plain):
@@ -155,7 +158,7 @@ class Reflow(ZeroOffload):
         self._landed: deque[tuple[int, Event]] = deque()  # units, and when their gradients are on the host
         self._uncommitted: set[int] = set()
         self._published = 0
-        self._ended = False
+        self._working = self._ended = False
         threading.Thread(target=self._work, name="reflow", daemon=True).start()
 
     def send(self, parameter: nn.Parameter) -> None:
@@ -179,14 +182,15 @@ class Reflow(ZeroOffload):
                 index, event = self._landed.popleft() if landed else (max(self._uncommitted), None)
                 is_old = index in self._uncommitted
                 self._uncommitted.discard(index)
+                self._working = True
             if is_old:
                 self.machine.dram(self._sizes[index] * COMMIT)
-            if event is None:
-                continue
-            event.synchronize()
-            self._publish(index)
+            if event is not None:
+                event.synchronize()
+                self._publish(index)
             with self._changed:
-                self._published += 1
+                self._published += event is not None
+                self._working = False
                 self._changed.notify_all()
 
     def _publish(self, index: int) -> None:
@@ -209,6 +213,10 @@ class Reflow(ZeroOffload):
         with self._changed:
             self._uncommitted.update(range(len(self.units)))
             self._changed.notify_all()
+
+    def flush(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._landed or self._uncommitted or self._working))
 
     def close(self) -> None:
         with self._changed:
