@@ -10,8 +10,8 @@ prints
 
 step       seconds, and the share of the bound: the longest of compute, Adam, the link and the drives
 T∞         seconds with infinitely fast Python. The clock of the machine runs 1, 2 and 8 times slower than
-           ours, so that Python is as many times faster to it; T∞ and `Python` are from the fit
-           T(D) = T∞ + Python ÷ D
+           ours (4 with 32K tokens), so that Python is as many times faster to it; T∞ and `Python` are from
+           the fit T(D) = T∞ + Python ÷ D
 idle       seconds in which the GPU had nothing to do, and most of it by cause: that of one step more, which
            is traced
 
@@ -41,8 +41,8 @@ from runner import ROOT
 
 TOKENS: Final = (4096, 16384, 32768)
 QUICK: Final = ("overlap", "zero-offload")
-#: Measured steps at each dilation.
-STEPS: Final = {1.0: 2, 2.0: 1, 8.0: 1}
+#: Tokens of a step times dilation, at most: a step may last so long.
+MOST_DILATED: Final = 8 * 16384
 #: The load average at the start, and the cores of others then and while this measures, that do no harm.
 MOST_LOAD: Final = 0.5
 MOST_OTHERS: Final = 0.2
@@ -175,18 +175,21 @@ def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a case, by tokens."""
     case = CASES[name]
     begin = time.monotonic()
-    dilations = [d for d in case.dilations if d in args.dilations] or [1.0]
+    middle = sorted(args.tokens)[len(args.tokens) // 2]
     with start(args) as child:
         about = ask(child, "open", case=name)
         result: dict[str, Any] = {"what": case.what, **about, "tokens": {}}
         for number, tokens in enumerate(args.tokens):
             measured: list[dict[str, Any]] = []
-            for dilation in dilations:
+            for dilation in case.dilations:
+                if measured and dilation > args.most_dilation:
+                    continue
                 # The engine learns the order of units in the first step, and follows it from the second on.
-                warm = (2 if number == 0 else 1) if not measured else 0
-                more = {"tokens": tokens, "dilation": dilation, "steps": STEPS[dilation], "warm": warm}
-                measured.append(ask(child, "measure", **more))
-            traced = ask(child, "idle", tokens=tokens)
+                more = {"warm": 2 if number == 0 and not measured else 0}
+                more["steps"] = case.steps if not measured else 1
+                slower = min(dilation, max(1.0, MOST_DILATED / tokens))
+                measured.append(ask(child, "measure", tokens=tokens, dilation=slower, **more))
+            traced = ask(child, "idle", tokens=tokens) if case.traces or tokens == middle else None
             result["tokens"][tokens] = figures(measured, traced)
             print(f"{name}, {tokens} tokens: {line(result['tokens'][tokens])}", file=sys.stderr, flush=True)
     result["took"] = time.monotonic() - begin
@@ -211,11 +214,11 @@ def table(cases: dict[str, Any], tokens: Sequence[int]) -> str:
                 continue
             fitted = of["fit"]
             split = (f"{fitted['infinitely_fast']:.2f}", f"{fitted['python']:.2f}") if fitted else ("–", "–")
-            causes = sorted(of["traced"]["idle"].items(), key=lambda item: -item[1])[:2]
+            causes = list(of["traced"]["idle"].items())[:2] if of["traced"] else []
             named = ", ".join(f"{cause} {seconds:.2f}" for cause, seconds in causes if seconds >= 0.005)
             share = f"{of['share']:.0%} of {of['bound']:.2f} ({of['bound_by']})"
             cells = (case["what"], f"{number // 1024}K", f"{of['seconds']:.2f}", share, *split)
-            rows.append("| " + " | ".join((*cells, f"{of['idle']:.2f}: {named}")) + " |")
+            rows.append("| " + " | ".join((*cells, f"{of['idle']:.2f}" + (named and f": {named}"))) + " |")
     return "\n".join(rows)
 
 
@@ -226,7 +229,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a step")
-    parser.add_argument("--dilations", nargs="+", type=float, choices=STEPS, default=list(STEPS))
+    parser.add_argument("--most-dilation", type=float, default=8.0, help="how many times slower at most")
     parser.add_argument("--quick", action="store_true", help="two cases, 4K tokens, without D = 8")
     parser.add_argument("--loaded", action="store_true", help="measure beside others; the result says so")
     parser.add_argument(
@@ -241,7 +244,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="a JSON file")
     args = parser.parse_args()
     if args.quick:
-        args.cases, args.tokens, args.dilations = list(QUICK), [min(TOKENS)], [1.0, 2.0]
+        args.cases, args.tokens, args.most_dilation = list(QUICK), [min(TOKENS)], 2.0
     return args
 
 

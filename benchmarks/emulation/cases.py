@@ -35,6 +35,8 @@ class Case(NamedTuple):
         traffic: what it moves; None: nothing leaves the GPU.
         drives: how many there are.
         dilations: how many times slower the machine's clock runs: Python's part shows in the difference.
+        steps: that are measured at the first of them; at the others it is one.
+        traces: whether each number of tokens is traced; else one is.
     """
 
     what: str
@@ -42,7 +44,9 @@ class Case(NamedTuple):
     peer: Callable[..., Any] | None = None
     traffic: Traffic | None = Traffic()
     drives: int = 1
-    dilations: tuple[float, ...] = (1, 2, 8)
+    dilations: tuple[float, ...] = (1.0, 2.0, 8.0)
+    steps: int = 2
+    traces: bool = True
 
     def bounds(self, sizes: Sizes, tokens: int, rates: Rates) -> dict[str, float]:
         """Return the seconds for which a step needs each resource. The least that any schedule moves counts:
@@ -75,10 +79,13 @@ def _reflow_clipped(model: Llama, machine: Any) -> peers.Reflow:
 #: An update, and the squares of bf16 gradients for their norm.
 _ADAM_AND_NORM: Final = peers.ADAM + 2
 _STATE_ON_DRIVES: Final = Traffic(dram=_ADAM_AND_NORM, read=12, written=12)
-_TWICE: Final = (1.0, 2.0)
+#: Of cases with little Python.
+_SHORT: Final[dict[str, Any]] = {"dilations": (1.0, 2.0), "steps": 1}
+#: Of cases whose steps take ten seconds and more.
+_LONG: Final[dict[str, Any]] = {"dilations": (1.0,), "steps": 1, "traces": False}
 
 CASES: Final[Mapping[str, Case]] = {
-    "plain": Case("torch, all on the GPU", None, peers.Plain, None, dilations=_TWICE),
+    "plain": Case("torch, all on the GPU", None, peers.Plain, None, **_SHORT),
     "overlap": Case(
         "`overlap`, every step clipped",
         {**_CLIPPED, "update": "overlap"},
@@ -96,30 +103,31 @@ CASES: Final[Mapping[str, Case]] = {
         "`overlap`, parameters on the host",
         {**_CLIPPED, "update": "overlap", "parameters": "host"},
         traffic=Traffic(h2d=2, dram=_ADAM_AND_NORM, exact=False),
+        dilations=(1.0, 2.0),
     ),
     "state-on-4-drives": Case(
         "`overlap`, state on 4 drives",
         {**_CLIPPED, "update": "overlap", "optimizer_state": "nvme"},
         traffic=_STATE_ON_DRIVES,
         drives=4,
-        dilations=(1.0,),
+        **_LONG,
     ),
     "state-on-1-drive": Case(
         "`overlap`, state on one drive",
         {**_CLIPPED, "update": "overlap", "optimizer_state": "nvme"},
         traffic=_STATE_ON_DRIVES,
-        dilations=(1.0,),
+        **_LONG,
     ),
-    "zero-offload": Case("ZeRO-Offload", None, peers.ZeroOffload, dilations=_TWICE),
-    "fsdp2": Case("FSDP2, CPU offload", None, peers.FSDP2, Traffic(h2d=4), dilations=_TWICE),
+    "zero-offload": Case("ZeRO-Offload", None, peers.ZeroOffload, **_SHORT),
+    "fsdp2": Case("FSDP2, CPU offload", None, peers.FSDP2, Traffic(h2d=4), **_SHORT),
     "reflow": Case(
-        "Reflow, nothing clipped", None, _reflow, Traffic(dram=peers.PUBLISH + peers.COMMIT), dilations=_TWICE
+        "Reflow, nothing clipped", None, _reflow, Traffic(dram=peers.PUBLISH + peers.COMMIT), **_SHORT
     ),
     "reflow-clipped": Case(
         "Reflow, every step clipped",
         None,
         _reflow_clipped,
         Traffic(h2d=4, dram=2 * peers.PUBLISH + peers.COMMIT),
-        dilations=_TWICE,
+        **_SHORT,
     ),
 }
