@@ -583,6 +583,98 @@ def test_the_sizes_of_llama() -> None:
     assert flops["device"] == 24 * (8 * blocks + 6 * 100 * 64 + 8 * 2 * 64 * 8)
 
 
+# ---- a modelled machine with a GPU ----
+
+
+def test_python_is_what_an_infinitely_fast_one_would_save() -> None:
+    emulated = importlib.import_module("emulated")
+    found = emulated.fit({1.0: 3.0, 2.0: 2.5, 8.0: 2.125})
+    assert found == pytest.approx({"infinitely_fast": 2.0, "python": 1.0, "off_by": 0.0})
+    assert emulated.fit({1.0: 3.0}) is None
+
+
+def test_a_gap_of_the_gpu_has_the_cause_of_the_wait_in_it() -> None:
+    tracing = importlib.import_module("emulation.tracing")
+    phases = [(0.0, 10.0, "forward"), (10.0, 20.0, "backward")]
+    waits = [(2.0, 4.0, "a"), (4.0, 5.0, "b"), (18.0, 30.0, "a")]
+    gaps = [(15.0, 17.0, 3), (1.0, 11.0, -1), (19.0, 20.0, -1)]
+    assert tracing.causes(gaps, waits, phases) == {
+        "Python and launches, forward": 1.0 + 5.0,
+        "a": 2.0 + 1.0,
+        "the GPU waits for copies": 2.0,
+        "Python and launches, backward": 1.0,
+        "b": 1.0,
+    }
+
+
+def test_a_step_is_bound_by_what_it_needs_longest() -> None:
+    cases, machine, models = (
+        importlib.import_module(f"emulation.{name}") for name in ("cases", "machine", "models")
+    )
+    sizes = models.Sizes(8_000_000_000, 7_500_000_000, 7_000_000_000)
+    rates = machine.Rates()
+    assert cases.CASES["overlap"].bounds(sizes, 4096, rates) == pytest.approx(
+        {"compute": 2 * 4096 * 29.5e9 / 400e12, "Adam": 28 * 8 / 190, "link": 2 * 8 / 55}
+    )
+    assert cases.CASES["state-on-4-drives"].bounds(sizes, 4096, rates)["drives"] == pytest.approx(12 * 8 / 24)
+    assert cases.CASES["plain"].bounds(sizes, 0, rates) == pytest.approx({"compute": 28 * 8e9 / 2.5e12})
+
+
+def test_a_loaded_machine_is_refused() -> None:
+    emulated = importlib.import_module("emulated")
+    assert emulated.refuse(0.3, 0.1) is None
+    assert "a load of 0.90" in emulated.refuse(0.9, 0.0)
+    assert "others use 0.50 of its cores" in emulated.refuse(0.1, 0.5)
+
+
+@pytest.mark.later  # its device takes a minute to compile, once
+@pytest.mark.serial
+def test_one_step_of_each_case_moves_what_it_should() -> None:
+    """The adapter is in step with the engine: bytes, launches and chunks are those of the schedule, and each
+    clock moves by bytes ÷ rate, which the script checks."""
+    (printed,) = script("emulated.py", "--check", "--shape", "tiny", "--tokens", "4096").splitlines()
+    found = json.loads(printed)
+    shape = importlib.import_module("emulation.models").SHAPES["tiny"]
+    width, rows = shape.hidden, shape.hidden // shape.queries_per_key
+    norm = 8 * width  # of width ÷ 8 elements, of which each counts for 64
+    block = width * (2 * width + 2 * rows + 3 * shape.intermediate) + 2 * norm
+    units = [shape.vocabulary * width, *([block] * shape.layers), shape.vocabulary * width + norm]
+    numel = sum(units)
+    # Of a block: a forward, once more up to the last addition, a backward, and five sums of gradients. Then
+    # the embedding, the last norm, the head, the loss, and the gradient of that.
+    launches = shape.layers * (35 + 34 + 51 + 5) + 3 + 14 + 3 + 16 + 1
+    per_parameter = {
+        "overlap": (2, 2, 30, 0),
+        "backward": (2, 2, 30, 0),
+        "delayed": (2, 2, 30, 0),
+        "state-on-4-drives": (2, 2, 30, 12),
+        "state-on-1-drive": (2, 2, 30, 12),
+        "zero-offload": (2, 2, 28, 0),
+        "fsdp2": (4, 2, 28, 0),
+        "reflow": (2, 2, 16 + 26, 0),
+        "reflow-clipped": (4, 2, 16 + 16 + 26, 0),
+        "plain": (0, 0, 0, 0),
+    }
+    assert found.keys() - {"parameters-on-host"} == per_parameter.keys()
+    for name, wanted in per_parameter.items():
+        counts = found[name]
+        moved = [counts["parts"][part]["bytes"] for part in ("h2d", "d2h", "dram", "read")]
+        assert moved == pytest.approx([n * numel for n in wanted], rel=0.01, abs=numel / 1000), name
+        assert counts["about"]["sizes"]["parameters"] == numel
+        assert counts["parts"]["read"]["bytes"] == counts["parts"]["write"]["bytes"]
+    host = found["parameters-on-host"]["parts"]["h2d"]["bytes"]
+    assert 2 * numel * (2 - 0.35) < host < 2.001 * 2 * numel  # what fits stays for the backward
+    peers = {"plain": 2, "zero-offload": 0, "reflow": 0, "reflow-clipped": 0}
+    assert {name: found[name]["launches"] - launches for name in peers} == peers
+    engines = [counts for counts in found.values() if counts["updates"]]
+    assert len(engines) == 6
+    for counts in engines:
+        chunk = counts["about"]["chunk_elements"]
+        assert chunk in (2 << 20, 4 << 20, 16 << 20)  # a default of the engine, and not of 1/64 of the model
+        assert counts["updates"] == sum(-(-unit // chunk) for unit in units)
+        assert launches < counts["launches"] < 2 * launches
+
+
 # ---- lines of code ----
 
 
