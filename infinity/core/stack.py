@@ -71,14 +71,17 @@ def is_called() -> bool:
 
 def is_outermost(module: object) -> bool:
     """Return whether this thread is in exactly one call of `module`, and in no call of another module."""
-    count = 0
-    for frame in frames():
-        if "_call_impl" not in frame.f_code.co_name:
-            continue
-        if frame.f_locals.get("self") is not module:
-            return False
-        count += frame.f_code.co_name == "_call_impl"
-    return count == 1
+    # No generator, and one look at a frame's variables: this runs at each forward of a scope.
+    calls, others, innermost, frame = 0, 0, None, sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if "_call_impl" in name:
+            calls, others = (calls + 1, others) if name == "_call_impl" else (calls, others + 1)
+            if calls > 1 or others > 1:
+                return False
+            innermost = innermost or frame
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls == 1 and innermost is not None and innermost.f_locals.get("self") is module
 
 
 def frames_of_others(ident: int) -> Iterator[FrameType]:
