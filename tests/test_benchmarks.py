@@ -178,6 +178,17 @@ def test_other_losses_are_other_work() -> None:
 
 
 @pytest.mark.later
+def test_visits_by_the_number_of_units(tmp_path: Path) -> None:
+    output = tmp_path / "visits.json"
+    script("visits.py", "--units", "3", "5", "--rounds", "1", "--warmup", "1", "--output", str(output))
+    found = json.loads(output.read_text())["microseconds_of_a_visit"]
+    assert list(found) == ["3", "5"]
+    for cases in found.values():
+        assert list(cases) == ["torch", "all fit", "half fit", "device", "inference"]
+        assert all(figure > 0 for case in cases.values() for figure in case.values())
+
+
+@pytest.mark.later
 def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text(f"#!{sys.executable}\nraise AssertionError('Not enough buffers 0 for swapping 1')\n")

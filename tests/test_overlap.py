@@ -128,6 +128,36 @@ def test_a_look_at_a_resident_parameter_waits_for_its_unit_only(
     infinity.close(optimizer)
 
 
+@pytest.mark.parametrize("place", quick(["nvme", "host"], ["nvme"]))
+def test_a_load_behind_an_update_does_not_keep_others_back(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    model[1].requires_grad_(False)
+    places = {"parameters": place, "optimizer_state": place, "gradients": place}
+    config = config_for(tmp_path, units=["Linear"], prefetch_memory=0, **places)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    engine = engine_of(model)
+    try:
+        x = torch.ones(2, 16)
+        model(x).sum().backward()
+        optimizer.step()
+        engine.residency.reshard_all()
+        first, second, last = (engine.params[layer.weight].unit for layer in model)
+        for unit in (first, second, last):
+            engine.residency.cache.load(unit)
+        assert second.last_load.issued.wait(30)
+        assert not first.last_load.issued.is_open
+        assert not last.last_load.issued.is_open
+        gate.open()
+        model(x).sum().backward()
+        optimizer.step()
+    finally:
+        gate.open()
+        infinity.close(optimizer)
+
+
 def test_everything_a_user_may_do_after_step_means_what_it_means_in_torch(tmp_path: Path) -> None:
     """The scalars are those of the call; gradients may be dropped or made at once."""
     runs = []

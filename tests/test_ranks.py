@@ -604,6 +604,96 @@ print(json.dumps([there, len(engine.units[0].layout.runs)]))
             assert there["gather"].count(False) <= (runs if stage else 0) < len(there["gather"])
 
 
+SHORT_OF_MEMORY = """
+from infinity.api.engine import engine_of
+from infinity.params.cache import Cache
+from infinity.params.unit import ParamUnit
+under_way, failed, put_off, short, limit = [], [], [], "", 0
+
+def noted(kind, name):
+    call = getattr(kind, name)
+    def method(self, *args, **options):
+        under_way.append(name)
+        try:
+            done = call(self, *args, **options)
+            if name == "put_off" and done:
+                put_off.append(self.index)
+            return done
+        finally:
+            under_way.pop()
+    setattr(kind, name, method)
+
+for kind, name in (Cache, "prefetch"), (Cache, "load_now"), (ParamUnit, "begin_late"), (ParamUnit, "put_off"):
+    noted(kind, name)
+
+def train(where, times, forward):
+    global short, model
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, adam = infinity.wrap(model, adam, config)
+    engine = engine_of(model)
+    failed.clear(), put_off.clear()
+    for unit in engine.units:
+        def fill(fill=unit._memory.fill, index=unit.index):
+            due = under_way[-1:] == ["begin_late"]
+            if short in under_way or (short and due):
+                again = times < 99 or index in (failed or [index])  # or one unit, until others give way
+                if len(failed) < times and again and not put_off:
+                    failed.append(index)
+                    raise torch.OutOfMemoryError("no memory on this rank")
+            fill()
+        unit._memory.fill = fill
+    for step in range(4):
+        faults = where if rank == 1 and step == 2 else ""
+        if forward:
+            infinity.flush(adam)
+            engine.residency.reshard_all()
+            short = faults
+        loss = model(torch.full((2, 64), rank + 1.0)).square().mean()
+        short = faults
+        loss.backward()
+        short = ""
+        adam.step()
+        adam.zero_grad()
+    bits = float(sum(v.double().sum() for v in model.state_dict().values())).hex()
+    print(json.dumps([bits, engine.residency.cache.loads, len(failed), len(put_off)]))
+    infinity.close(adam)
+
+for case in json.loads(sys.argv[2]):
+    train(*case)
+"""
+
+
+@pytest.mark.parametrize("place", quick(["nvme", "host", "device"], ["nvme"]))
+def test_a_rank_that_is_short_of_memory_gathers_in_the_order_of_the_others(
+    place: str, tmp_path: Path
+) -> None:
+    room = "1080KiB" if place == "device" else "310KiB"
+    given = settings_of(tmp_path, place, "fp32", device_memory=room, units=["Linear"])
+    cases = [("prefetch", 0, False), ("prefetch", 2, False), ("prefetch", 0, True), ("prefetch", 99, True)]
+    cases += [("load_now", 2, True)]
+    results = run_ranks(2, HEAD + SHORT_OF_MEMORY, json.dumps(given), json.dumps(cases))
+    first, second = ([json.loads(line) for line in said.splitlines()] for said in all_well(results))
+    for (_, times, forward), one, other in zip(cases, first, second, strict=True):
+        plain = first[cases.index(("prefetch", 0, forward))]
+        assert one == plain  # bits and loads; nothing failed
+        assert other[:2] == one[:2]
+        assert (other[2] > 0) == (times > 0)
+        if times == 99:  # it failed until other loads had given way
+            assert other[3] > 0
+
+
+def test_a_rank_without_any_memory_for_a_unit_is_named(tmp_path: Path) -> None:
+    given = settings_of(tmp_path, "nvme", "fp32", device_memory="310KiB", units=["Linear"])
+    script = HEAD + SHORT_OF_MEMORY.replace("and not put_off", "")
+    first, second = run_ranks(2, script, json.dumps(given), json.dumps([("prefetch", 9999, True)]))
+    assert "OutOfMemoryError: no memory on this rank" in second[2]
+    assert "RankError" in first[2]
+    assert "rank 1" in first[2]
+    assert "DivergenceError" not in first[2] + second[2]
+
+
 LAYERDROP = """
 config = infinity.Config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
 import copy

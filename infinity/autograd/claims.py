@@ -31,6 +31,7 @@ class Forward(Use):
         self.start = start  # of all nodes that it makes, the first
         self.ended = False  # a backward of it
         self.guest: FrameType | None = None  # its frame, in a thread that a forward has started
+        self.still = False  # nothing moved for its forward: [Note: nothing moves]
 
 
 class Claims:

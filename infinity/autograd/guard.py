@@ -11,6 +11,7 @@ from infinity.core.errors import ParameterChangedError
 from infinity.params.discover import Scope
 from infinity.params.param import ShardedParam, traced_error
 from infinity.params.unit import ParamUnit
+from infinity.params.uses import Uses
 
 from .saved import autocast_error
 
@@ -23,6 +24,7 @@ class Guard:
         scopes: Sequence[Scope],
         params: Sequence[ShardedParam],
         units: Sequence[ParamUnit],
+        uses: Uses,
         *,
         trains: bool = True,
     ) -> None:
@@ -30,6 +32,7 @@ class Guard:
         self._params = params
         self._known = {id(s.param) for s in params}
         self._units = units
+        self._uses = uses
         self._device_type = units[0].storage.device.type if units else "cpu"
         self._scope_params: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {
             id(s.module): [
@@ -57,11 +60,12 @@ class Guard:
     def check_params(self) -> None:
         """Raise `ParameterChangedError` if a parameter was cast, moved (`p.data = t`, but in a block that
         keeps edits) or unfrozen."""
+        written = self._uses.writes()
+        grad = torch.is_grad_enabled()
         for sharded in self._params:
-            unit = self._units[sharded.unit]
-            sharded.check(None if unit.writers else unit.storage)
-            unfrozen = sharded.param.requires_grad and not sharded.spec.trainable
-            if unfrozen and torch.is_grad_enabled():  # PEFT unfreezes a reference adapter while it is used
+            sharded.check(None if sharded.unit in written else self._units[sharded.unit].storage)
+            # PEFT unfreezes a reference adapter while it is used
+            if grad and not sharded.spec.trainable and sharded.param.requires_grad:
                 raise self._unfrozen(sharded.name)
 
     def _unfrozen(self, name: str) -> ParameterChangedError:

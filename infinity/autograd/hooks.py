@@ -59,7 +59,7 @@ class Hooks:
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
         self._activations = activations
-        self.guard = Guard(scopes, params, residency.units, trains=phases.trains)
+        self.guard = Guard(scopes, params, residency.units, residency.uses, trains=phases.trains)
         self._handles: list[Any] = []
         self._handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         for scope in scopes:
@@ -95,7 +95,7 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.guard.check_autocast(scope.name)
             self.guard.check_replaced(scope)
-            forward = phases.enter(scope)
+            forward = phases.enter_still(scope) or phases.enter(scope)
             if scope.looks:
                 self._use(scope.looks, False)
             if torch.is_grad_enabled():

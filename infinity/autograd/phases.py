@@ -9,6 +9,11 @@ or all ranks (collectives, commits, traces) attaches to these four places and to
 torch reports neither a backward that raises nor a forward that Ctrl-C ends. So the engine asks torch whether
 a backward is running; the next forward from outside removes abandoned forward objects; and what keeps a
 unit is a use that a reset can drop ([Note: uses], [Note: looks at the stack]).
+
+[Note: nothing moves] Where all units are placed on the device, in one version, the forward of a scope inside
+the root's moves nothing, and keeps no unit that could go. Such a forward is *still*: the engine notes it on a
+list of its own, and changes no other state. So it needs no deferred section, which costs more than a small
+layer computes. A unit that waits for its update, a backward, another thread and a trace take the usual way.
 """
 
 from __future__ import annotations
@@ -103,6 +108,9 @@ class Phases:
         self._recorder = recorder
         self._activations = activations
         self._left = 0  # when the last forward with a graph ended, for traces
+        self._stays = self._residency.stays  # whether a forward may be still: [Note: nothing moves]
+        self._still: list[Forward] = []  # of one thread, innermost last
+        self._without_graph: dict[int, Forward] = {}  # still, by scope
 
     def attach(self, behind: Behind | None) -> None:
         """From now on `behind` updates units in the last backward of a step, if there is one."""
@@ -279,6 +287,27 @@ class Phases:
             self.stepped(0.0)
         self.deferral.lock.leave(use)
 
+    def enter_still(self, scope: Scope) -> Forward | None:
+        """A forward of a scope begins, as in `enter`, if it is still; else do nothing, and return None."""
+        if not self._stays or scope.looks or self.behind is not None or self._recorder.log is not None:
+            return None
+        if in_backward() or not self.deferral.lock.mine or not self.uses.has(UseKind.ROOT):
+            return None
+        if scope.name and is_outermost(scope.module):
+            return None  # an interrupt ended what is said to be under way
+        if not self._residency.use_still(scope.units, note=self.trains):
+            return None
+        if torch.is_grad_enabled():
+            forward = self._forward(scope)
+            forward.frame = saved.enter(self.token)
+        else:  # one for all: no backward asks anything of it
+            forward = self._without_graph.get(id(scope)) or self._forward(scope)
+            self._without_graph[id(scope)] = forward
+            forward.thread = threading.get_ident()
+        forward.still = True
+        self._still.append(forward)
+        return forward
+
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
         forward = self._forward(scope)
@@ -310,6 +339,13 @@ class Phases:
         """This thread's innermost forward of a scope is over, also when it raised; None: it never began,
         for another thread holds the engine lock."""
         me = threading.get_ident()
+        if self._still and not in_backward():
+            for at in range(len(self._still) - 1, -1, -1):
+                still = self._still[at]
+                if still.scope is scope and still.thread == me:
+                    del self._still[at:]  # with what an interrupt has left inside of it
+                    saved.leave(still.frame)
+                    return still
         own = [f for f in self._of_scopes(UseKind.FORWARD) if f.scope is scope and f.thread == me]
         if own:
             saved.leave(own[-1].frame)
@@ -322,6 +358,8 @@ class Phases:
 
     def release(self, forward: Forward) -> None:
         """Let go of what a forward of a scope used; then others may come in."""
+        if forward.still:
+            return
         try:
             self.claims.release_wanted()
             if (log := self._recorder.log) is not None:
@@ -504,6 +542,7 @@ class Phases:
         if (log := self._recorder.log) is not None:
             log.leave_all()
         self.claims.release_guests()
+        self._still.clear()
         self.uses.drop(UseKind.ROOT, UseKind.FORWARD)
         saved.reset(self.token)
         self._reset_backward()

@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, Protocol
 
-#: The names of the locks: which units' values have arrived; what the loader has to do; pending transfers and
-#: the chunk table; who has which lease; which pieces of a heap are lent; descriptors that change.
-ORDER: Final = ("residency", "loader", "store", "pool", "heap", "descriptor")
+#: The names of the locks: which units' values have arrived; which units are away or idle; what the loader has
+#: to do; pending transfers and the chunk table; who has which lease; which pieces of a heap are lent; which
+#: descriptors change.
+ORDER: Final = ("residency", "cache", "loader", "store", "pool", "heap", "descriptor")
 
 #: For tests: whether `lock` returns locks that check the order. An interrupt may leave such a lock taken.
 checking = False

@@ -106,14 +106,17 @@ def is_called(ident: int | None = None) -> bool:
 
 def is_outermost(module: object) -> bool:
     """Return whether this thread is in exactly one call of `module`, and in no call of another module."""
-    count = 0
-    for frame in frames():
-        if not _is_of(frame, _MODULES, "_call_impl"):
-            continue
-        if frame.f_locals.get("self") is not module:
-            return False
-        count += is_module_call(frame)
-    return count == 1
+    # No generator, and one look at a frame's variables: this runs at each forward of a scope.
+    calls, others, innermost, frame = 0, 0, None, sys._getframe(1)
+    while frame is not None:
+        if _is_of(frame, _MODULES, "_call_impl"):
+            called = frame.f_code.co_name == "_call_impl"
+            calls, others = calls + called, others + (not called)
+            if calls > 1 or others > 1:
+                return False
+            innermost = innermost or frame
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls == 1 and innermost is not None and innermost.f_locals.get("self") is module
 
 
 def frames_of_others(ident: int) -> Iterator[FrameType]:

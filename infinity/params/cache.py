@@ -15,13 +15,16 @@ strategies", 1995: this is between their two strategies).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypeVar
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
+from infinity.core.locks import lock
 from infinity.core.spans import Recorder
 from infinity.hardware.device import Device
+from infinity.planning.lookahead import Lookahead
 from infinity.planning.schedule import Schedule
 
 from .load import Loader
@@ -31,14 +34,15 @@ from .updates import Updates
 from .uses import UseKind, Uses
 
 _T = TypeVar("_T")
-#: The rank of what no record has.
-_NEVER: Final = math.inf
 
 
 class Cache:
     """Which units have memory on the device. `capacity`: bytes, for the units that are not placed there.
 
+    It looks at a unit when that has another state, and not at all units at each visit (`Lookahead`).
+
     Attributes:
+        allocated: bytes of the units that have their memory and are not placed on the device.
         loads: number of loads that were begun.
         peak: largest number of bytes that were in use at once.
     """
@@ -65,16 +69,48 @@ class Cache:
         self._publisher = publisher
         self._recorder = recorder
         self._warned = False
+        self._late: deque[ParamUnit] = deque()  # [Note: late loads]; some may have begun, or gone, meanwhile
+        sizes = [u.layout.gathered_nbytes for u in units]
+        self._ahead = Lookahead(self.schedule, sizes, {u.index for u in units if u.persistent})
+        self._lock = lock("cache")  # guards that, and `allocated`; threads of a forward come side by side
+        self.allocated = sum(sizes[u.index] for u in units if not u.on_device)
+        for unit in units:
+            if not unit.on_device:
+                unit.on_state = self._changed
+                self._changed(unit)
 
-    @property
-    def allocated(self) -> int:
-        """Bytes of the units that have their memory and are not placed on the device."""
-        return sum(u.nbytes for u in self.units if not u.on_device)
+    def _changed(self, unit: ParamUnit) -> None:
+        """A unit has another state."""
+        state, index = unit.state, unit.index
+        away = unit.is_away and not unit.waits_for_owner
+        with self._lock:
+            if away != (index in self._ahead.away):
+                self.allocated += -unit.layout.gathered_nbytes if away else unit.layout.gathered_nbytes
+            self._ahead.put(
+                index,
+                away=away,
+                idle=not unit.persistent and state in IDLE_STATES,
+                gathered=state in (UnitState.GATHERED, UnitState.UNSHARDED),
+            )
+
+    def next_ungathered(self) -> ParamUnit | None:
+        """Return the unit that comes next in this cycle, of those that are not gathered."""
+        with self._lock:
+            index = self._ahead.next_ungathered()
+        return None if index is None else self.units[index]
+
+    def lowest_ungathered(self, count: int) -> ParamUnit | None:
+        """Return the first of the first `count` units that is not gathered."""
+        with self._lock:
+            index = self._ahead.lowest_ungathered(count)
+        return None if index is None else self.units[index]
 
     def load(self, unit: ParamUnit, *, urgent: bool = False) -> None:
         """Start to load a unit, in the version that it is to show. Raises what `ParamUnit.load` raises."""
         self._device.trim()
         unit.load(self._loader, self._publisher.slots(unit), urgent=urgent)
+        if unit.is_late:
+            self._late.append(unit)
         self.loads += 1
         self.peak = max(self.peak, self.allocated)
 
@@ -84,9 +120,32 @@ class Cache:
         try:
             self.load(unit, urgent=True)
         except torch.OutOfMemoryError:  # what nobody uses yet gives way, within the budget or not
-            for other in self._idle(_first(self.schedule.upcoming())):
-                self._drop(other)
+            self._evict(unit.missing_nbytes, lambda _: True, room=-math.inf)
             self.load(unit, urgent=True)
+
+    def begin_late(self, unit: ParamUnit) -> None:
+        """Begin the load of a unit whose gather comes now, if it is late: [Note: late loads]. Loads that
+        come later give way. What they gather, and when, stays as it is on the other ranks.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room without them, either.
+        """
+        if not unit.is_late:
+            return
+        try:
+            unit.begin_late(urgent=True)
+        except torch.OutOfMemoryError:
+            self._late.extend(u for u in self.units if not u.in_use and u.put_off())
+            unit.begin_late(urgent=True)
+
+    def _try_late(self) -> None:
+        """Try again to begin the loads that found no memory, in the order of their use."""
+        while self._late:
+            try:
+                self._late[0].begin_late(urgent=False)
+            except torch.OutOfMemoryError:
+                return
+            self._late.popleft()
 
     def invalidate(self, unit: ParamUnit) -> None:
         """Free the memory of an idle unit, whose values are about to change to another version."""
@@ -113,60 +172,65 @@ class Cache:
     def prefetch(self, *, newest: bool) -> None:
         """Load what comes next, nearest first, as far as there is room without what comes before it;
         `newest`: in the newest version. What is being updated comes straight from there."""
-        if not any(u.is_away for u in self.units):
+        self._try_late()
+        if not self._ahead.away:
             return  # the usual answer, and it is asked for at each use of a unit
-        order = list(self.schedule.upcoming())
-        before = 0  # bytes that are used before it, not counting what is in use now
-        for index in dict.fromkeys(order):
-            unit = self.units[index]
-            nbytes = unit.layout.gathered_nbytes
-            if not unit.is_away or unit.waits_for_owner:
-                before += 0 if unit.in_use else nbytes
-                continue
-            if newest and self._updates.has_unit(index):
+        while True:
+            with self._lock:
+                found = self._ahead.next_away()
+                before = self._ahead.nbytes_before(self._uses.units())
+            if found is None or (newest and self._updates.has_unit(found[0])):
                 return  # which version is the newest is not known yet
+            unit, place = self.units[found[0]], found[1]
             need = unit.missing_nbytes
-            rank = order.index(index)
-            if self.allocated + need > self._capacity and not self._make_way(need, order, rank, before):
+            if self.allocated + need > self._capacity and not self._make_way(need, place, before):
                 return
             unit.newest = newest and self._publisher.is_newer(unit)
             try:
                 self.load(unit)
             except torch.OutOfMemoryError:
                 return  # what is loaded for later can be loaded later
-            before += nbytes
 
-    def _make_way(self, need: int, order: Sequence[int], rank: int, before: int) -> bool:
-        """Free room for `need` bytes that are used next at `order[rank]`, after `before` others; return
-        whether there is. See [Note: worth the wait]."""
-        sooner = {i for i in order[:rank] if not self.units[i].persistent}
+    def _make_way(self, need: int, place: int, before: int) -> bool:
+        """Free room for `need` bytes that are used next at a place of the schedule, after `before` others;
+        return whether there is. See [Note: worth the wait]."""
 
         def goes(next_use: float) -> bool:
-            if next_use <= rank:
+            if next_use <= place:
                 return False
-            return before < need or next_use == _NEVER or sooner.issubset(order[rank + 1 : int(next_use)])
+            return before < need or next_use == math.inf or self._ahead.come_again_before(next_use)
 
-        return self._evict(need, _first(order), goes)
+        return self._evict(need, goes)
 
     def _make_room(self, unit: ParamUnit) -> None:
         need = unit.missing_nbytes
-        if self.allocated + need <= self._capacity or self._evict(need, _first(self.schedule.upcoming())):
+        if self.allocated + need <= self._capacity or self._evict(need, lambda _: True):
             return
         if not self._warned:
             self._warned = True
             unit.warn_room(self.allocated + need, self._capacity)
 
-    def _evict(
-        self, need: int, ranks: Mapping[int, int], goes: Callable[[float], bool] = lambda _: True
-    ) -> bool:
+    def _evict(self, need: int, goes: Callable[[float], bool], *, room: float | None = None) -> bool:
         """Free idle units, the one needed last first, until there is room for `need` bytes; return whether
-        there is. Only those of which `goes` says so, given the rank of their next use."""
-        room = self._capacity - self.allocated
-        for other in self._idle(ranks):
-            if room >= need or not goes(ranks.get(other.index, _NEVER)):
-                break
-            if self._drop(other):
-                room += other.layout.gathered_nbytes
+        there is. Only those of which `goes` says so, given the place of their next use."""
+        room = self._capacity - self.allocated if room is None else room
+        tried: list[int] = []
+        try:
+            while room < need:
+                with self._lock:
+                    found = self._ahead.take_farthest(self._uses.units())
+                if found is None:
+                    break
+                tried.append(found[0])
+                if not goes(found[1]):
+                    break
+                other = self.units[found[0]]
+                if self._drop(other):
+                    room += other.layout.gathered_nbytes
+        finally:
+            with self._lock:
+                for index in tried:
+                    self._ahead.put_back(index)
         return room >= need
 
     def _drop(self, unit: ParamUnit) -> bool:
@@ -175,16 +239,3 @@ class Cache:
         if not gone and not self._uses.has(UseKind.TASK):
             unit.warn_held()  # but a node of a backward lets go of what it unpacked
         return gone
-
-    def _idle(self, ranks: Mapping[int, int]) -> list[ParamUnit]:
-        """Units that may go, the one needed last first."""
-        units = [u for u in self.units if not u.persistent and not u.in_use and u.state in IDLE_STATES]
-        return sorted(units, key=lambda u: -ranks.get(u.index, _NEVER))
-
-
-def _first(order: Iterable[int]) -> dict[int, int]:
-    """Return where each unit comes first in an order, nearest first."""
-    ranks: dict[int, int] = {}
-    for rank, index in enumerate(order):
-        ranks.setdefault(index, rank)
-    return ranks

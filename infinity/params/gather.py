@@ -26,6 +26,11 @@ class Gather:
         """Whether `wait` would not."""
         return self._task is None or self._task.is_over
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a gather was begun that nobody has waited for."""
+        return self._task is not None
+
     def begin(self, load: Load, runs: Sequence[torch.Tensor]) -> None:
         """Begin to gather `runs` (as of `Comm.gather`), when `load` has brought this rank's slices:
         [Note: behind compute]. On all ranks, or on none."""

@@ -13,6 +13,8 @@ the whole unit.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -58,6 +60,7 @@ class Load:
         self.after = after
         self.here = here or {}  # copies that are on the device already, elsewhere (uint8, by chunk id)
         self.started = False
+        self.place = 0  # among the loads that wait, the first at the lowest
         self.issued = Latch()
         self.event: Event | None = None
         self.error: BaseException | None = None
@@ -111,7 +114,8 @@ class _Flight(NamedTuple):
 
 
 class Loader:
-    """Runs loads in the order in which they are started."""
+    """Runs loads in the order in which they are started. While the next chunk of a load waits for its update,
+    the others go first."""
 
     def __init__(
         self,
@@ -173,7 +177,11 @@ class _Worker:
         # be interrupted halfway through a change.
         self._lock = lock("loader")
         self._bell = Bell()
-        self._waiting: deque[Load] = deque()
+        self._places = itertools.count(1)
+        self._waiting: list[tuple[int, Load]] = []  # a heap
+        self._blocked: dict[int, Load] = {}  # by the chunk whose update each of them waits for
+        self._updated: deque[int | None] = deque()  # chunks that were, or are never to be (None: no more are)
+        self._supplied: deque[Load] = deque()
         self._stopped = False
         self._flights: deque[_Flight] = deque()
 
@@ -188,14 +196,17 @@ class _Worker:
                     found="a load after close()",
                     cure="wrap the model again",
                 )
-            add = self._waiting.appendleft if urgent else self._waiting.append
+            place = next(self._places)
+            load.place = -place if urgent else place
             load.started = True  # no handler runs between this and the next line
-            add(load)
+            heapq.heappush(self._waiting, (load.place, load))
         self._bell.ring()
 
-    def wake(self) -> None:
-        """A chunk was updated. Most have no load behind them, and the kernel needs the cores."""
-        if self._waiting:
+    def wake(self, chunk: int | None) -> None:
+        """A chunk was updated; None: no more are. Most have no load behind them, and the kernel needs the
+        cores."""
+        if chunk is None or chunk in self._blocked:
+            self._updated.append(chunk)
             self._bell.ring()
 
     def supply(self, load: Load, chunk: Chunk, lease: Lease, offset: int) -> None:
@@ -204,6 +215,7 @@ class _Worker:
                 return  # it failed, or read the chunk already
             load.chunks.remove(chunk)
             load.supplies.append((chunk, lease.retain(), offset))
+            self._supplied.append(load)
             load.updated = now()
         self._bell.ring()
 
@@ -220,44 +232,35 @@ class _Worker:
                 self._copy_oldest()
                 continue
             with self._lock:
-                if self._stopped and not self._waiting:
+                if self._stopped and not (self._waiting or self._blocked):
                     return
             self._bell.wait(self._is_needed)
 
     def _start_copies(self) -> None:
         """Start as many reads as there are leases."""
-        while True:
-            with self._lock:
-                for load in self._waiting:
-                    while load.supplies:
-                        chunk, supplied, offset = load.supplies.popleft()
-                        self._flights.append(_Flight(load, chunk, supplied, None, offset))
-                while self._waiting and not self._waiting[0].chunks:
-                    self._waiting.popleft()
-                if not self._waiting:
-                    return
-                load = self._waiting[0]
-                chunk = load.chunks[0]
+        while (found := self._next()) is not None:
+            load, chunk = found
             plan = self._plans[chunk.id]
             lease = transfer = None
             try:
-                if self._updates.blocks_load(chunk.id):
-                    load.behind_update = True
-                    return
-                if load.behind_update:
-                    load.behind_update, load.updated = False, now()
+                if self._is_blocked(load, chunk.id):
+                    continue
                 if plan.load_lease:
                     lease = self._pool.try_lease("load", plan.load_lease)
                     if lease is None:
                         if self._flights:
+                            self._put_back(load)
                             return
                         lease = self._pool.lease("load", plan.load_lease)  # or its error
                 with self._lock:
-                    if chunk not in load.chunks:  # supplied meanwhile
-                        if lease is not None:
-                            lease.release()
-                        continue
-                    load.chunks.remove(chunk)
+                    supplied = chunk not in load.chunks  # meanwhile
+                    if not supplied:
+                        load.chunks.remove(chunk)
+                self._put_back(load)
+                if supplied:
+                    if lease is not None:
+                        lease.release()
+                    continue
                 if lease is not None:
                     transfer = self._store.read(chunk.id, "copy", lease, version=load.slots[chunk.id])
             except BaseException as error:
@@ -267,21 +270,52 @@ class _Worker:
                 continue
             self._flights.append(_Flight(load, chunk, lease, transfer))
 
-    def _is_needed(self) -> bool:
+    def _next(self) -> tuple[Load, Chunk] | None:
+        """Take what updates have supplied; take the first load out of those that wait, and return it with its
+        next chunk."""
         with self._lock:
-            return self._stopped or self._can_start()
+            while self._supplied:
+                load = self._supplied.popleft()
+                while load.supplies:
+                    chunk, supplied, offset = load.supplies.popleft()
+                    self._flights.append(_Flight(load, chunk, supplied, None, offset))
+            while self._updated:
+                updated = self._updated.popleft()
+                for blocked in [*self._blocked] if updated is None else [updated]:
+                    if (load := self._blocked.pop(blocked, None)) is not None:
+                        load.behind_update, load.updated = False, now()
+                        heapq.heappush(self._waiting, (load.place, load))
+            while self._waiting:
+                _, load = heapq.heappop(self._waiting)
+                if load.chunks:
+                    return load, load.chunks[0]
+        return None
 
-    def _can_start(self) -> bool:
-        """Return whether `_start_copies` would find something to do, as far as updates are concerned."""
-        if any(f.supplies for f in self._waiting):
-            return True
-        if not self._waiting:
+    def _put_back(self, load: Load) -> None:
+        with self._lock:
+            if load.chunks:
+                heapq.heappush(self._waiting, (load.place, load))
+
+    def _is_blocked(self, load: Load, chunk: int) -> bool:
+        """Return whether `load` has to wait for the update of `chunk`. Then `wake` brings it back."""
+        if not self._updates.blocks_load(chunk):
             return False
-        first = self._waiting[0]
+        load.behind_update = True
+        self._blocked[chunk] = load
+        blocks = False
         try:
-            return not first.chunks or not self._updates.blocks_load(first.chunks[0].id)
-        except Exception:
-            return True  # to be told of it there
+            blocks = self._updates.blocks_load(chunk)  # who updates it looks for the load after that
+        finally:
+            if not blocks:
+                load.behind_update, load.updated = False, now()
+                self._blocked.pop(chunk, None)
+        return blocks
+
+    def _is_needed(self) -> bool:
+        """Return whether `_start_copies` would find something to do, or nothing will come any more."""
+        with self._lock:
+            waits = bool(self._waiting or self._updated or self._supplied)
+            return waits or (self._stopped and not self._blocked)
 
     def _copy_oldest(self) -> None:
         """Take the oldest read to the device."""

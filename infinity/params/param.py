@@ -447,8 +447,8 @@ class ShardedParam:
     def check(self, storage: torch.UntypedStorage | None) -> None:
         """Raise `ParameterChangedError` if the parameter was cast, or moved out of `storage`."""
         param = self.param
-        wrong = param.dtype is not self.spec.dtype or tuple(param.shape) != self.spec.shape
-        if not wrong and (storage is None or isinstance(param, ReleasedParameter) or self.in_place(storage)):
+        wrong = param.dtype is not self.spec.dtype or param.shape != self.spec.shape
+        if not wrong and (storage is None or self.in_place(storage) or isinstance(param, ReleasedParameter)):
             return
         raise ParameterChangedError(
             f"the parameter {self.name!r} was cast, moved or got other data after `wrap`",

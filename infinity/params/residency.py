@@ -118,20 +118,41 @@ class Residency:
             if unit.on_device:
                 self._resume(unit)
             elif unit.state is not UnitState.UNSHARDED:
-                self.cache.wait_for(unit, unit.wait_loaded)
+                self._wait_loaded(unit)
                 unit.gather()
                 unit.unshard()
                 self._record_unshard(unit)
         if note:
             self._gather_ahead()
 
+    @property
+    def stays(self) -> bool:
+        """Whether all units are placed on the device, in one version: then no use moves anything."""
+        return all(unit.on_device for unit in self.units) and not self.has_two_versions
+
+    def use_still(self, indices: Sequence[int], *, note: bool) -> bool:
+        """Make the device wait for what has written the values of units that stay, and with `note` record
+        their use in the schedule; return False, and do nothing, if the update of one is to come. Changes no
+        other state: not a deferred section."""
+        if any(self.units[index].arriving is not None for index in indices):
+            return False
+        for index in indices:
+            if (copied := self._updates.copied(index)) is not None:
+                self._device.wait_on_device(copied)
+            if note:
+                self.schedule.note(index)
+        return True
+
     def _gather_ahead(self) -> None:
         """Begin to gather what comes next, if its load has begun: that is so on all ranks, or on none."""
-        for index in self.schedule.rest() if self._ahead else ():
-            unit = self.units[index]
-            if unit.state not in (UnitState.GATHERED, UnitState.UNSHARDED):
-                unit.gather_ahead()
-                return
+        unit = self.cache.next_ungathered() if self._ahead else None
+        if unit is not None:
+            self.cache.begin_late(unit)
+            unit.gather_ahead()
+
+    def _wait_loaded(self, unit: ParamUnit) -> None:
+        self.cache.begin_late(unit)
+        self.cache.wait_for(unit, unit.wait_loaded)
 
     def gather_all(self) -> None:
         """In stage 1, gather the units that this rank did not need."""
@@ -150,12 +171,10 @@ class Residency:
             self.release(once)
 
     def _gather_first(self, count: int) -> None:
-        for unit in self.units[:count] if self._in_order else ():
-            if unit.state in (UnitState.GATHERED, UnitState.UNSHARDED):
-                continue
+        while self._in_order and (unit := self.cache.lowest_ungathered(count)) is not None:
             if unit.is_away:
                 self.cache.load_now(unit)
-            self.cache.wait_for(unit, unit.wait_loaded)
+            self._wait_loaded(unit)
             unit.gather()
 
     @deferred

@@ -107,7 +107,8 @@ class ParamUnit(UnitMemory):
         super().__init__(layout, params, device, kept_apart=apart, in_place=placed and not apart)
         self.on_device = placed and comm.world == 1
         self.persistent = self.on_device or (comm.world > 1 and stage < 3)
-        self.state = UnitState.SHARDED
+        self._state = UnitState.SHARDED
+        self.on_state: Callable[[ParamUnit], None] | None = None  # called when it has another state
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
         self.references: weakref.WeakSet[Any] | None = None  # see `note_references`
         self._device = device
@@ -116,6 +117,7 @@ class ParamUnit(UnitMemory):
         self._load: Load | None = None
         self._read: Event | None = None  # when the copies of the load before were done
         self._loader: Loader | None = None
+        self._late: Mapping[int, Slot] | None = None  # the slots of a load that has no memory yet
         self._gather = Gather(layout.name, comm, device)
         self._arriving: Callable[[], None] | None = None
         self._warned = False
@@ -130,6 +132,17 @@ class ParamUnit(UnitMemory):
     def index(self) -> int:
         """The unit's number, in the order in which `discover` found it."""
         return self.layout.index
+
+    @property
+    def state(self) -> UnitState:
+        """Where the parameters are."""
+        return self._state
+
+    @state.setter
+    def state(self, state: UnitState) -> None:
+        self._state = state
+        if self.on_state is not None:
+            self.on_state(self)
 
     def bind(self) -> None:
         """Make the parameters views of the storage, and note how many own that from now on."""
@@ -246,17 +259,58 @@ class ParamUnit(UnitMemory):
         """SHARDED or FILLED → LOADING. Does not wait. `slots`: which version of each chunk's copy, by its id.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; nothing has changed.
+            torch.OutOfMemoryError: the device has no room; nothing has changed. With several ranks the load
+                is late instead: [Note: late loads].
         """
+        self._loader = loader
         self._wait_load()  # one that an interrupt has cut off from its unit
+        try:
+            self._begin_load(slots, urgent=urgent)
+        except torch.OutOfMemoryError:
+            if self._comm.world == 1:
+                raise
+            self._late = slots
+            self._become(UnitState.LOADING)
+
+    def _begin_load(self, slots: Mapping[int, Slot], *, urgent: bool) -> None:
+        loader = self._loader
+        assert loader is not None
         self._memory.fill()
         self.state = UnitState.FILLED
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
         self._sums = None
         load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.here())
-        self._loader, self._load = loader, load
+        self._load = load
         loader.start(load, urgent=urgent)
         self._become(UnitState.LOADING)
+        self._late = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the unit is LOADING, and its load found no memory: [Note: late loads]."""
+        return self._late is not None
+
+    def begin_late(self, *, urgent: bool) -> None:
+        """Begin a load that is late.
+
+        Raises:
+            torch.OutOfMemoryError: the device still has no room; the load stays late.
+        """
+        if self._late is not None:
+            self._begin_load(self._late, urgent=urgent)
+
+    def put_off(self) -> bool:
+        """Give the memory of a load back, and make the load late. Return False if it is no load of several
+        ranks, or if the ranks gather it already; then do nothing."""
+        load = self._load
+        gathers = self._gather.has_begun
+        if self._comm.world == 1 or self.state is not UnitState.LOADING or load is None or gathers:
+            return False
+        self._wait_load()
+        if not self.is_held():
+            self.drop()
+        self._late = load.slots
+        return True
 
     @property
     def last_load(self) -> Load | None:
@@ -322,7 +376,7 @@ class ParamUnit(UnitMemory):
 
     def wait_loaded(self) -> None:
         """LOADING → LOADED: wait until the values are there: the device does (on a CPU, the host). Raises
-        what went wrong."""
+        what went wrong. The load is not late."""
         if self._load is not None:
             self._device.wait_on_device(self._load.wait_issued())  # reshard asks again
         if self._sums is None and self._comm.world == 1:
@@ -345,7 +399,8 @@ class ParamUnit(UnitMemory):
         self.state = UnitState.GATHERED
 
     def gather_ahead(self) -> None:
-        """Begin to gather a unit that is LOADING: it is used next, on all ranks. Does not wait."""
+        """Begin to gather a unit that is LOADING: it is used next, on all ranks. Does not wait. The load is
+        not late."""
         if self._load is not None and self.state is UnitState.LOADING:
             self._gather.begin(self._load, self.runs())
 
@@ -426,6 +481,7 @@ class ParamUnit(UnitMemory):
     def _let_go(self, *, keep: bool) -> bool:
         self._become(self.state)  # released: from here on nobody makes an alias
         self._wait_load()
+        self._late = None
         held = self.is_held()
         if held and not keep and self._comm.world == 1:
             return False

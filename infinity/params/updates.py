@@ -51,10 +51,11 @@ class Updates:
         self._stopped: deque[tuple[BaseException, Callable[[], None]]] = deque()
         self._reported = False
         self._blocks_loads = True
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[int | None], None]] = []
 
-    def listen(self, call: Callable[[], None]) -> None:
-        """Register `call`, which runs after every change, on the thread that makes the change."""
+    def listen(self, call: Callable[[int | None], None]) -> None:
+        """Register `call`, which gets the id of each chunk that was updated, and None after a failure, on the
+        thread that makes the change."""
         self._listeners.append(call)
 
     def post(self, chunks: Iterable[Chunk], *, blocks_loads: bool = True) -> None:
@@ -112,14 +113,14 @@ class Updates:
                 del self._units[unit]
                 self._changed.ring()  # who waits here waits for units: to wake for each chunk would cost more
         for call in self._listeners:
-            call()
+            call(chunk.id)
 
     def fail(self, error: BaseException) -> None:
         """Note that what is left will not be updated; every waiter raises `error`."""
         self._error = error
         self._changed.ring()
         for call in self._listeners:
-            call()
+            call(None)
 
     def stop(self, error: BaseException, go_on: Callable[[], None]) -> None:
         """Note that what is left waits for `go_on`, because of `error`: [Note: updates that stop]."""

@@ -85,7 +85,15 @@ class Uses:
 
     def has(self, *kinds: UseKind) -> bool:
         """Return whether a use of one of these kinds is under way."""
-        return any(use.kind in kinds for use in self)
+        return not {use.kind for use in tuple(self._uses)}.isdisjoint(kinds)  # asked at each use of a unit
+
+    def units(self) -> set[int]:
+        """Return the units that any use keeps."""
+        return set().union(*(use.units for use in self))
+
+    def writes(self) -> set[int]:
+        """Return the units whose edits any use takes over when it ends."""
+        return set().union(*(use.writes for use in self))
 
     def forget_units(self, units: Collection[int]) -> None:
         """Drop what is kept of `units`, but for what `gathered` blocks keep."""
