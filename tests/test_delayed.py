@@ -323,7 +323,7 @@ def test_drift_is_told(tmp_path: Path) -> None:
 
 
 def test_drift_is_measured_in_one_chunk_of_each_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is but a figure: of every chunk it costs as much as a hundredth of the update."""
+    """It is but a figure, and costs a wait where the state is on the device."""
     measured: list[int] = []
     before = Drift.before
 

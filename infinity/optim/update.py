@@ -386,8 +386,8 @@ class Updater:
 
 class Drift:
     """How far a delayed update moves the parameters away from those that the forward beside it uses:
-    ‖θ_t − θ_{t−1}‖ / ‖θ_t‖ over one norm block of the first chunk of each unit (fp32 masters, 2-norms). Of
-    every chunk it would cost a hundredth of an update on the CPU, and a wait for the device each."""
+    ‖θ_t − θ_{t−1}‖ / ‖θ_t‖ over one norm block of the first chunk of each unit (fp32 masters, 2-norms). One
+    of every chunk costs too much for a figure: a wait for the device, if the state is there."""
 
     def __init__(self) -> None:
         self._moved = self._norm = 0.0
