@@ -219,6 +219,15 @@ def test_dimensions_that_cannot_be_used(changes: dict[str, Any], word: str) -> N
     assert caught.value.cure
 
 
+def test_heads_that_do_not_divide_are_told_numbers_that_do() -> None:
+    for given in ({"width": 96, "heads": 4, "kv_heads": 3}, {"width": 128, "heads": 16, "kv_heads": 6}):
+        with pytest.raises(ConfigError, match="do not divide among those of keys and values") as caught:
+            small(**given)
+        for cure in str(caught.value.cure).split(", or "):
+            option, number = cure.split()
+            small(**{**given, option.removeprefix("--").replace("-", "_"): int(number)})
+
+
 def test_an_unknown_preset_names_those_that_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from("30g")

@@ -36,7 +36,7 @@ def ran(name: str, folder: Path) -> dict[str, torch.Tensor]:
     """Run a snippet on two ranks; return the parameters that it has saved."""
     (folder / "arenas").mkdir()
     script = f"import os\nos.chdir({str(folder)!r})\nimport torch\ntorch.set_num_threads(1)\n"
-    imports = () if name == "A" else IMPORTS
+    imports = () if name in ("A", "Experts") else IMPORTS
     all_well(run_ranks(2, script + SNIPPETS[name], seconds=120, imports=imports))
     assert not list(folder.rglob("*.arena"))
     found = find(str(folder / "checkpoints"))
@@ -44,7 +44,7 @@ def ran(name: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_every_snippet_runs() -> None:
-    assert sorted(SNIPPETS) == ["A", "Trainer", "accelerate"]
+    assert sorted(SNIPPETS) == ["A", "Experts", "Trainer", "accelerate"]
     assert PAGE.count("```python") == len(BLOCKS) == len(SNIPPETS)
 
 
@@ -61,6 +61,12 @@ def test_data_that_ends_unevenly(tmp_path: Path) -> None:
         adam.step()
         adam.zero_grad()
     torch.testing.assert_close(found, dict(model.state_dict()))
+
+
+def test_experts(tmp_path: Path) -> None:
+    found = ran("Experts", tmp_path)
+    assert len(found) == 14
+    assert all(v.isfinite().all() for v in found.values())
 
 
 @pytest.mark.ecosystem

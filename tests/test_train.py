@@ -771,3 +771,11 @@ def test_a_plan_knows_what_each_optimizer_keeps(name: Any) -> None:
     made = OPTIMIZERS[name]([{"params": [param], "use_muon": False} if name == "muon" else param])
     assert tuple(MOMENTS[name]) == rule_of(made).moments
     assert OPTIMIZERS.keys() == MOMENTS.keys()
+
+
+def test_a_file_that_the_drive_does_not_give_is_no_matter_of_permissions(tmp_path: Path) -> None:
+    link = tmp_path / "text.py"
+    link.symlink_to("/proc/self/mem")  # its first byte is an EIO
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        find_files(str(link))
+    assert caught.value.cure == "leave it out of the text"

@@ -191,7 +191,7 @@ def wrong_index(path: str, error: Exception) -> CorruptionError:
         path=path,
         expected="an index with checksums, parameters, groups, counts and state",
         found=repr(error),
-        cure="load another checkpoint",
+        cure="copy this checkpoint again from its source; or load another one, if there is one",
     )
 
 

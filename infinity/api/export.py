@@ -467,7 +467,7 @@ def _texts_of(found: Found) -> dict[str, Any]:
             path=found.path,
             expected="configurations and tokenizer files, under their usual names",
             found=wrong,
-            cure="use another checkpoint",
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         )
     return texts
 

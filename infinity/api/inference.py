@@ -246,7 +246,7 @@ def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) 
             path=found.path,
             expected="an index with checksums and parameters",
             found=repr(error),
-            cure="use another checkpoint",
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         ) from error
 
 

@@ -187,7 +187,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
             path=path,
             expected=f"one of {', '.join(sorted([*_TENSORS, *_LISTS]))}",
             found=f"{kind}",
-            cure="load another checkpoint",
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         ) from error
 
 

@@ -123,7 +123,8 @@ def _unreadable(path: Path, error: OSError) -> DataError:
         f"{str(path)!r} cannot be read",
         expected="a readable file",
         found=os.strerror(error.errno or 0),
-        cure="change its permissions, or leave it out of the text",
+        cure=("change its permissions, or " if isinstance(error, PermissionError) else "")
+        + "leave it out of the text",
     )
 
 

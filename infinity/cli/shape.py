@@ -148,11 +148,12 @@ def config_from(preset: str, **dimensions: int | bool | None) -> dict[str, Any]:
             cure=f"--width {ceil_to(width, 2 * heads)}, or fewer --heads",
         )
     if heads % kept:
+        more = ceil_to(heads, kept)
         raise ConfigError(
             "the model's heads do not divide among those of keys and values",
             expected=f"a multiple of {kept}",
             found=heads,
-            cure=f"--heads {ceil_to(heads, kept)}, or --kv-heads {heads}",
+            cure=f"--kv-heads {heads}" + (f", or --heads {more}" if width % (2 * more) == 0 else ""),
         )
     return config
 

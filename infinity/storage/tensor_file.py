@@ -343,7 +343,7 @@ class TensorFile:
             nbytes=piece.end - piece.begin,
             expected=f"CRC-32C {expected:08x} of bytes {piece.begin}…{piece.end}",
             found=f"{piece.crc:08x}",
-            cure="load another checkpoint; or copy this one again from its source",
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         )
 
     def pieces(self) -> dict[str, list[RangeCrc]]:

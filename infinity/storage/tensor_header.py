@@ -73,7 +73,7 @@ def entries_of(path: str, file: DirectFile) -> dict[str, Entry]:
             path=path,
             expected=expected,
             found=found,
-            cure="load another checkpoint; or copy this one again from its source",
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         )
 
     size = file.size

@@ -58,7 +58,7 @@ def opened_to_read(path: str, stack: contextlib.ExitStack | None = None) -> Dire
             path=path,
             expected="the file that the index of the checkpoint names",
             found="something else" if os.path.lexists(path) else "nothing",
-            cure="load another checkpoint; or copy this one again from its source",
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         )
     file = DirectFile.open(path, os.O_RDONLY)
     if stack is not None:
@@ -73,7 +73,7 @@ def not_the_file(path: str, expected: str, found: str) -> CorruptionError:
         path=path,
         expected=expected,
         found=found,
-        cure="load another checkpoint; or copy this one again from its source",
+        cure="copy this checkpoint again from its source; or load another one, if there is one",
     )
 
 
