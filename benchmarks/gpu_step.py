@@ -18,14 +18,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import runner
 import torch
 from children import forget_peak, lines, peak_memory, tell
 from devices import opened
-from llama import Llama
+from llama import Llama, Task
 
 from infinity.cli.bench.step_run import ADAMW
 
@@ -33,26 +33,6 @@ from infinity.cli.bench.step_run import ADAMW
 METRICS: Final = ("stall/", "efficiency", "time_metrics/", "io/", "grad_norm", "fetch/")
 #: Operators and kernels of a profile that are kept.
 ROWS: Final = 25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What one contestant does.
-
-    Attributes:
-        kind: infinity, torch or deepspeed.
-        clip: the norm to which gradients are clipped; None: they are not.
-        reserve: bytes on the device that the engine leaves to activations; 0: as it does by default.
-        settings: of `infinity.Config`, or of DeepSpeed's ``zero_optimization``.
-    """
-
-    kind: str
-    model: Llama
-    directory: str
-    device: str
-    clip: float | None
-    reserve: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

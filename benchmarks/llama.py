@@ -5,7 +5,7 @@ infinity is imported here, neither this tree's nor another.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -82,3 +82,23 @@ class Llama:
         random = torch.Generator().manual_seed(1)
         data = torch.randint(0, self.vocabulary, (batch, sequence), generator=random).to(device)
         return lambda model: model(input_ids=data, labels=data).loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a contestant does that trains it (gpu_step.py).
+
+    Attributes:
+        kind: infinity, torch or deepspeed.
+        clip: the norm to which gradients are clipped; None: they are not.
+        reserve: bytes on the device that the engine leaves to activations; 0: as it does by default.
+        settings: of `infinity.Config`, or of DeepSpeed's ``zero_optimization``.
+    """
+
+    kind: str
+    model: Llama
+    directory: str
+    device: str
+    clip: float | None
+    reserve: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)

@@ -18,16 +18,18 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import gpu_step
 import runner
 from children import Child, ChildError
-from llama import Llama
+from llama import Llama, Task
 
 if TYPE_CHECKING:
     from gpu import Stage
 
+#: A contestant; not imported here, since torch takes seconds.
+SCRIPT: Final = str(Path(__file__).with_name("gpu_step.py"))
 #: A model that fits the device as a whole, one that does not, and the smallest, for the double.
 SMALL: Final = Llama()
 LARGE: Final = Llama(layers=32, width=4096, mlp=14336, heads=32, kv_heads=8, vocabulary=128_256)
@@ -45,7 +47,7 @@ SMALL_START, LARGE_START = 30.0, 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contestant; see `gpu_step.Task`. `beside`: the one in plain torch that does the same work."""
+    """A contestant; see `Task`. `beside`: the one in plain torch that does the same work."""
 
     kind: str = "infinity"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +128,7 @@ def contestant(
     def call(found: dict[str, Any]) -> bool:
         found |= {"clip": entry.clip, "settings": entry.settings, "points": {}}
         directory = os.path.join(stage.args.directory, name)
-        task = gpu_step.Task(
+        task = Task(
             kind=entry.kind,
             model=plan.model,
             directory=directory,
@@ -136,7 +138,7 @@ def contestant(
             settings=entry.settings,
         )
         try:
-            with start(name, task, timeout=max(1.0, stage.left()), script=gpu_step.__file__) as child:
+            with start(name, task, timeout=max(1.0, stage.left()), script=SCRIPT) as child:
                 found |= child.ready
                 return _points(stage, child, plan, found)
         except ChildError as error:
