@@ -27,9 +27,9 @@ ECOSYSTEM := peft==0.21.2 trl==1.16.0 accelerate==1.15.0 lightning==2.6.6 datase
 # The oldest version whose Trainer has the methods that offloaded trainers need, in a folder of its own.
 OLDER := transformers==5.19.0
 
-# Fused heads and bitsandbytes, also in a folder of their own: torch must not see triton anywhere else, nor
-# transformers and PEFT bitsandbytes. Triton's interpreter runs Liger's kernels on a CPU.
-HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0 bitsandbytes==0.50.2
+# Fused heads, also in a folder of their own: torch must not see triton anywhere else. Triton's interpreter
+# runs Liger's kernels on a CPU.
+HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0
 
 # What builds the site of `make docs`, in a folder of its own: nothing else needs it. Needs Python ≥ 3.11.
 SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
