@@ -57,7 +57,7 @@ PYTEST := $(BIN)/python -m pytest
 LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
              lagging_device muon optimizers rank_muon rank_seeds ranks state_dict_rules state_io)
 # What `make test-slow` runs there: lagging_device has cases of these above.
-LAGGING_SLOW := $(patsubst %,tests/test_%.py,adafactor fp32_moments own_code split_master)
+LAGGING_SLOW := $(patsubst %,tests/test_%.py,fp32_moments split_master)
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
