@@ -58,17 +58,20 @@ LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delaye
              lagging_device muon optimizers rank_muon rank_seeds ranks state_dict_rules state_io)
 # What `make test-slow` runs there: lagging_device has cases of these above.
 LAGGING_SLOW := $(patsubst %,tests/test_%.py,fp32_moments split_master)
+# Whose kernels `make test-cpus` takes, of torch and of ours; `default` is what every CPU has.
+CPUS ?= default avx2 avx512
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
 
-.PHONY: help setup train test test-all test-slow test-gpu lint types docs wheels bench clean
+.PHONY: help setup train test test-all test-slow test-cpus test-gpu lint types docs wheels bench clean
 
 help:
 	@echo "make train      set up, then train a small Llama with its state on disk"
 	@echo "make test       set up, then run the tests that take minutes"
 	@echo "make test-all   with more settings and seeds, and models of other libraries"
 	@echo "make test-slow  all other settings, and what takes long or much disk;  make test-gpu: those for a GPU"
+	@echo "make test-cpus  make test with the kernels of other CPUs: CPUS='default avx2 avx512'"
 	@echo "make docs       builds the documentation as a site, in build/docs"
 	@echo "make wheels     builds a wheel for this Python, in dist, and tries it in a bare environment"
 	@echo "make lint types bench clean"
@@ -158,6 +161,9 @@ test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures
 test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.arm $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "slow and not gpu" --timeout 3600
 	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device lagging $(LAGGING_SLOW)
+
+test-cpus: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
+	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/cpus $(CPUS)
 
 test-gpu: $(VENV)/.built $(VENV)/.tools
 	$(PYTEST) -m gpu

@@ -261,7 +261,8 @@ def read_and_write(engine: Any, chunks: Sequence[Any], sizes: Sequence[int], dep
 
 
 def publish(path: Path | None, result: dict[str, Any]) -> None:
-    """Write a result with the command and the time; without a path only what was printed stays."""
+    """Write a result with the command and the time; without a path only what was printed stays. Whatever ends
+    this process, the file has a whole result, this one or that of before."""
     if path is None:
         return
     script, *words = sys.argv
@@ -273,4 +274,6 @@ def publish(path: Path | None, result: dict[str, Any]) -> None:
         **result,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import common
+import speed
 from devices import LAGGING, opened
 from gpt2 import GPT2
 
@@ -113,7 +114,9 @@ class Stage:
         """Write what there is so far."""
         verdict = "passed" if self.passed else "failed"
         head = {"benchmark": f"gpu_check: {self.name}", "device": self.args.device, "verdict": verdict}
-        common.publish(self.args.output, {**head, "parts": self.parts})
+        shares = speed.shares(self.parts)
+        headline = {"headline": shares} if shares else {}
+        common.publish(self.args.output, {**head, **headline, "parts": self.parts})
 
     def run(self, found: dict[str, Any], name: str, command: Sequence[str], most: float, **env: str) -> bool:
         """Run a command for `most` seconds; keep what it says. Return whether it succeeded. One that takes
@@ -147,9 +150,11 @@ class Stage:
         def call(found: dict[str, Any]) -> bool:
             path = self.args.logs / f"{name}.json"
             command = [sys.executable, str(HERE.with_name(words[0])), *words[1:], "--output", str(path)]
-            good = self.run(found, name, command, most)
-            if path.exists():
-                found |= _shortened(json.loads(path.read_text(encoding="utf-8")))
+            try:
+                good = self.run(found, name, command, most)
+            finally:  # however it has ended, what it has written is there
+                if path.exists():
+                    found |= _shortened(json.loads(path.read_text(encoding="utf-8")))
             return good and found.get("passed", True)
 
         return call
@@ -269,60 +274,6 @@ def bits(args: argparse.Namespace) -> dict[str, Any]:
     return {"passed": not wrong, "checks": len(differ), "differ": wrong}
 
 
-def update(args: argparse.Namespace) -> dict[str, Any]:
-    """Updates of state on the device: the engine's kernel, plain torch, and torch's fused AdamW."""
-    import torch
-
-    from infinity.core.sizes import MOMENT_BLOCK
-    from infinity.hardware import adam_reference, cpu_adam
-
-    smoke = args.device == LAGGING
-    numel, rounds = (5000, 1) if smoke else (1 << 26, 20)
-    rows = []
-    with opened(args.device):
-
-        def timed(name: str, nbytes: float, call: Callable[[], object]) -> None:
-            for times in (3, rounds):  # the first compile
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(times):
-                    call()
-                torch.cuda.synchronize()
-            seconds = (time.perf_counter() - began) / rounds
-            rows.append({"name": name, "ms": seconds * 1e3, "bytes_per_second": nbytes * numel / seconds})
-
-        parameter = torch.nn.Parameter(torch.randn(numel, device=args.device))
-        parameter.grad = torch.randn(numel, device=args.device)
-        adamw = torch.optim.AdamW([parameter], fused=not smoke)
-        timed("torch's AdamW, fp32 gradients", 28, adamw.step)
-        del adamw, parameter
-        master, grad = (torch.randn(numel, device=args.device) for _ in range(2))
-        adam, lion = cpu_adam.Adam(0.9, 0.999, 1e-8), cpu_adam.Lion(0.9, 0.99)
-        for options, count, kept in (
-            (adam, 2, torch.float32),
-            (adam, 2, torch.bfloat16),
-            (adam, 2, torch.uint8),
-            (lion, 1, torch.float32),
-        ):
-            moments = [torch.zeros(numel, dtype=kept, device=args.device) for _ in range(count)]
-            if kept is torch.uint8:
-                scales = master.new_zeros(count, -(-numel // MOMENT_BLOCK))
-                moments += scales.unbind()
-            segment = cpu_adam.Segment(0, numel, 0, 1, 1, 1e-3, 0.01, 1.0, False, options)
-            nbytes = 12 + 2 * sum(moment.nbytes for moment in moments) / numel
-            name = f"{type(options).__name__}, {count} moments in {kept}"
-            for kernel in ("kernel", "plain torch"):
-                adam_reference._FUSED_ON = {"cuda"} if kernel == "kernel" else set()
-                timed(
-                    f"{name}: {kernel}",
-                    nbytes,
-                    lambda moments=moments, segment=segment: adam_reference.reference_segments(
-                        master, moments, grad, None, [segment]
-                    ),
-                )
-    return {"passed": True, "elements": numel, "rows": rows}
-
-
 # -- tests ------------------------------------------------------------------------------------
 
 
@@ -331,18 +282,13 @@ AGAIN: Final = "repeated or late_copies or own or activations or goes_to_the_dev
 
 
 def tests(stage: Stage) -> None:
-    """The tests for a GPU; again under CUDA's sanitizer and without the caching allocator; out of memory."""
-    again = "four_bytes" if stage.smoke else AGAIN
-    all_of_them = ["-k", again] if stage.smoke else []
+    """The tests for a GPU; again without the caching allocator; memory of the device that runs out."""
+    again = ["-k", "four_bytes" if stage.smoke else AGAIN]
+    all_of_them = again if stage.smoke else []
     stage.part("memory", 20, stage.task("memory", 60))
     stage.part("gpu", 60, lambda found: _pytest(stage, found, "gpu", 400, all_of_them))
-    environments = {"no-cache": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
-    if not stage.smoke:  # it stands in CUDA itself
-        environments["sanitizer"] = {"TORCH_CUDA_SANITIZER": "1"}
-    for name, env in environments.items():
-        stage.part(
-            name, 40, lambda found, name=name, env=env: _pytest(stage, found, name, 200, ["-k", again], **env)
-        )
+    no_cache = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    stage.part("no-cache", 40, lambda found: _pytest(stage, found, "no-cache", 200, again, **no_cache))
 
 
 def _pytest(
@@ -420,22 +366,95 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-# -- speed ------------------------------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------
 
 
-def speed(stage: Stage) -> None:
-    """0.2 B, 1.4 B and 2.7 B beside torch in memory, sizes of chunks, where the time of a step goes."""
-    # All modes of the smaller one take turns in one run; of the larger one host memory holds one at a time.
-    modes = ["overlap", "delayed"] if stage.smoke else ["sync", "overlap", "delayed"]
+def checks(stage: Stage) -> None:
+    """`infinity verify`; tests under CUDA's sanitizer; 8-bit state on the drive; updates on the device."""
+    if not stage.smoke:  # what these two are about is CUDA itself
+        stage.part("verify", 60, lambda found: _verify(stage, found))
+        again, env = ["-k", AGAIN], {"TORCH_CUDA_SANITIZER": "1"}
+        stage.part("sanitizer", 60, lambda found: _pytest(stage, found, "sanitizer", 200, again, **env))
+    plan = speed.plan_of(stage, speed.SMALL, speed.POINTS[1:2])
+    drive = speed.contestant(stage, "8-bit-on-nvme", speed.ON_DRIVE, plan)
+    stage.part("8-bit-on-nvme", speed.SMALL_START, drive)
     stage.part("update", 20, stage.task("update", 60))
-    if not stage.smoke:  # the first part with another size
-        stage.part("0.2b", 40, _steps(stage, "0.2b", "0.2b", modes, "state-on-host", 100))
-    stage.part("1.4b", 90, _steps(stage, "1.4b", "1.4b", modes, "state-on-host", 200))
-    stage.part("profile", 60, stage.task("profile", 100))
-    stage.part("chunks", 60, _chunks(stage))
-    for update in () if stage.smoke else ("overlap", "delayed", "sync"):  # the first part with another size
-        name = f"2.7b-{update}"
-        stage.part(name, 60, _steps(stage, name, "2.7b", [update], "state-on-host", 150))
+
+
+def _verify(stage: Stage, found: dict[str, Any]) -> bool:
+    """`infinity verify`."""
+    command = [sys.executable, "-m", "infinity", "verify", "--nvme", stage.args.directory, "--json"]
+    good = stage.run(found, "verify", [*command, "--device", stage.args.device], 300)
+    said = _json_in(stage.args.logs / "verify.log")
+    cases = said.get("cases", [])
+    found |= {"cases": len(cases), "wrong": [case for case in cases if not case["same"]]}
+    return good and bool(cases)
+
+
+def _json_in(log: Path) -> dict[str, Any]:
+    """Return the JSON among the lines that a command has said."""
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                return found
+    return {}
+
+
+def update(args: argparse.Namespace) -> dict[str, Any]:
+    """Updates of state on the device: the engine's kernel, plain torch, and torch's fused AdamW."""
+    import torch
+
+    from infinity.core.sizes import MOMENT_BLOCK
+    from infinity.hardware import adam_reference, cpu_adam
+
+    smoke = args.device == LAGGING
+    numel, rounds = (5000, 1) if smoke else (1 << 26, 20)
+    rows = []
+    with opened(args.device):
+
+        def timed(name: str, nbytes: float, call: Callable[[], object]) -> None:
+            for times in (3, rounds):  # the first compile
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(times):
+                    call()
+                torch.cuda.synchronize()
+            seconds = (time.perf_counter() - began) / rounds
+            rows.append({"name": name, "ms": seconds * 1e3, "bytes_per_second": nbytes * numel / seconds})
+
+        parameter = torch.nn.Parameter(torch.randn(numel, device=args.device))
+        parameter.grad = torch.randn(numel, device=args.device)
+        adamw = torch.optim.AdamW([parameter], fused=not smoke)
+        timed("torch's AdamW, fp32 gradients", 28, adamw.step)
+        del adamw, parameter
+        master, grad = (torch.randn(numel, device=args.device) for _ in range(2))
+        adam, lion = cpu_adam.Adam(0.9, 0.999, 1e-8), cpu_adam.Lion(0.9, 0.99)
+        for options, count, kept in (
+            (adam, 2, torch.float32),
+            (adam, 2, torch.bfloat16),
+            (adam, 2, torch.uint8),
+            (lion, 1, torch.float32),
+        ):
+            moments = [torch.zeros(numel, dtype=kept, device=args.device) for _ in range(count)]
+            if kept is torch.uint8:
+                scales = master.new_zeros(count, -(-numel // MOMENT_BLOCK))
+                moments += scales.unbind()
+            segment = cpu_adam.Segment(0, numel, 0, 1, 1, 1e-3, 0.01, 1.0, False, options)
+            nbytes = 12 + 2 * sum(moment.nbytes for moment in moments) / numel
+            name = f"{type(options).__name__}, {count} moments in {kept}"
+            for kernel in ("kernel", "plain torch"):
+                adam_reference._FUSED_ON = {"cuda"} if kernel == "kernel" else set()
+                timed(
+                    f"{name}: {kernel}",
+                    nbytes,
+                    lambda moments=moments, segment=segment: adam_reference.reference_segments(
+                        master, moments, grad, None, [segment]
+                    ),
+                )
+    return {"passed": True, "elements": numel, "rows": rows}
+
+
+# -- nvme -------------------------------------------------------------------------------------
 
 
 def _steps(
@@ -473,66 +492,6 @@ def _model(size: str, smoke: bool) -> GPT2:
     return SMALLEST if smoke else SIZES[size]
 
 
-def _chunks(stage: Stage) -> Callable[[dict[str, Any]], bool]:
-    """Return a part that takes steps with chunks of several sizes."""
-    shifts, shape = (17, 18), ["--layers", "2", "--width", "512", "--rounds", "1", "--warmup", "0"]
-    settings = {"host_memory": "256MiB", "device_memory": "64MiB"}
-    if not stage.smoke:
-        shifts, shape = (21, 22, 23, 24, 25), ["--layers", "6", "--width", "8192", "--rounds", "5"]
-        settings = {"host_memory": "14GiB", "device_memory": "4GiB"}
-    words = ["chunks.py", "--device", stage.args.device, "--directory", stage.args.directory, "--steps", "0"]
-    words += ["--tiers", "host", *shape, "--config", json.dumps(settings), "--sizes"]
-    return stage.script("chunks", [*words, *(str(1 << shift) for shift in shifts)], 150)
-
-
-def profile(args: argparse.Namespace) -> dict[str, Any]:
-    """Where the time of a step goes, by torch's profiler and by the engine's own trace."""
-    import tempfile
-
-    import torch
-
-    import infinity
-    from infinity.cli.bench.step_run import offloaded, settings_of
-    from infinity.cli.roofline import analyse
-    from infinity.cli.trace import read_trace
-
-    model = _model("1.4b", args.device == LAGGING)
-    settings = settings_of("state-on-host", "overlap", model.largest_unit)
-    with tempfile.TemporaryDirectory(dir=args.directory) as folder, opened(args.device) as named:
-        who = offloaded(model.build, device=named, nvme=folder, dtype="bf16", **settings)
-        loss_of = model.loss_of(model.positions, who.device)
-        who.turn(loss_of, 2)
-        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as seen:
-            turn = who.turn(loss_of, 3)
-        path = os.path.join(folder, "trace.json")
-        with infinity.trace(who.model, path):
-            who.turn(loss_of, 4)
-        roofline = analyse(read_trace(path))
-        who.close()
-    rows = [
-        {
-            "name": event.key[:80],
-            "count": event.count,
-            "device_ms": round(event.self_device_time_total / 1e3, 3),
-            "host_ms": round(event.self_cpu_time_total / 1e3, 3),
-        }
-        for event in seen.key_averages()
-    ]
-    by_device = sorted(rows, key=lambda row: -row["device_ms"])[:30]
-    by_host = sorted(rows, key=lambda row: -row["host_ms"])[:15]
-    return {
-        "passed": bool(rows),
-        "steps": 3,
-        "step_seconds": turn["intervals"],
-        "device": by_device,
-        "host": by_host,
-        "roofline": roofline,
-    }
-
-
-# -- nvme -------------------------------------------------------------------------------------
-
-
 def nvme(stage: Stage) -> None:
     """The drive; the largest model whose state it holds, and all of a model; 6.7 B on the host, and split."""
     from infinity.hardware.probe import available_host_memory
@@ -568,17 +527,15 @@ def _drive(stage: Stage, found: dict[str, Any]) -> bool:
     if stage.smoke:
         command += ["--size", "16MiB", "--depth", "4", "--seconds", "0.05", "--repeats", "1"]
     good = stage.run(found, "drive", command, 90)
-    for line in (stage.args.logs / "drive.log").read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            found["io"] = json.loads(line)
-    return good and "io" in found
+    found["io"] = _json_in(stage.args.logs / "drive.log")
+    return good and bool(found["io"])
 
 
 # -- the command ------------------------------------------------------------------------------
 
 
-STAGES: Final = {call.__name__: call for call in (facts, tests, speed, nvme)}
-TASKS: Final = {call.__name__: call for call in (link, bits, update, memory, profile)}
+STAGES: Final = {call.__name__: call for call in (facts, tests, speed.speed, speed.large, checks, nvme)}
+TASKS: Final = {call.__name__: call for call in (link, bits, update, memory, speed.deepspeed)}
 
 
 def _interrupted(*_: object) -> None:

@@ -5,7 +5,8 @@
 #   benchmarks/gpu_check.sh --list
 #
 # STAGE    one of those that --list names
-# WHEELS   a folder with wheels of what the machine lacks (cffi, pycparser, pytest …); may be empty
+# WHEELS   a folder with wheels of what the machine lacks (cffi, pycparser, pytest …); may be empty. `speed` takes
+#          DeepSpeed for a peer, if it is installed or there: its sdist has to be a wheel (benchmarks/README.md)
 # OUT      gets STAGE.json, written anew after each part of the stage, and STAGE.tar.gz: logs and whole results
 # SECONDS  time for everything, 540 unless told otherwise: what would not fit any more is left out
 #
@@ -16,7 +17,7 @@ set -uo pipefail
 if [ "${1:-}" = --list ]; then
   exec "${PYTHON:-python3}" "$(dirname "$0")/gpu.py" --list
 elif [ $# -lt 3 ]; then
-  sed -n '2,15s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,16s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 stage=$1
@@ -32,9 +33,12 @@ mkdir "$work/$stage" "$work/data"
 # However this ends, what there is goes out in one file.
 trap 'tar -czf "$out/$stage.tar.gz" -C "$work" "$stage"; rm -rf "$work"' EXIT
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}
+export PATH=$work/site/bin:$PATH TORCH_EXTENSIONS_DIR=$work/extensions
 
 prepare() {
-  if ! "$python" -c 'import cffi, pycparser, pytest, hypothesis' 2>/dev/null && ls "$wheels"/*.whl >/dev/null; then
+  local needs=cffi,pycparser,pytest,hypothesis
+  ! compgen -G "$wheels/deepspeed-*.whl" >/dev/null || needs+=,deepspeed
+  if ! "$python" -c "import $needs" 2>/dev/null && ls "$wheels"/*.whl >/dev/null; then
     timeout 120 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
       --target "$work/site" "$wheels"/*.whl || return 1
   fi

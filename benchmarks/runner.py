@@ -43,8 +43,13 @@ class Task:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def start(name: str, task: Task, *, python: str | None = None, timeout: float) -> Child:
+def start(
+    name: str, task: Any, *, python: str | None = None, timeout: float, script: str = __file__
+) -> Child:
     """Start a runner in `python`, or in this interpreter, with a directory of its own.
+
+    Args:
+        task: a `Task`, or that of another `script`, which takes it as JSON.
 
     Raises:
         ChildError: it could not be built.
@@ -67,7 +72,7 @@ def start(name: str, task: Task, *, python: str | None = None, timeout: float) -
     }
     if task.kind == "deepspeed" and task.device == "cpu":
         env["DS_ACCELERATOR"] = "cpu"
-    command = [python, "-u", os.path.abspath(__file__), json.dumps(asdict(task))]
+    command = [python, "-u", os.path.abspath(script), json.dumps(asdict(task))]
     return Child(name, command, env=env, timeout=timeout)
 
 

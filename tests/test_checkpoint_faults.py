@@ -523,6 +523,30 @@ def test_names_that_climb_are_refused(tmp_path: Path) -> None:
     infinity.close(adam)
 
 
+def test_a_damaged_index_names_another_checkpoint_where_there_is_one(tmp_path: Path) -> None:
+    _, adam = start(tmp_path / "run", **ON_HOST)
+    path = Path(infinity.save(adam, tmp_path / "saved"))
+    index = path / "index.json"
+    whole = index.read_bytes()
+    index.write_bytes(b"")
+    for target in (path, tmp_path / "saved"):
+        with pytest.raises(CorruptionError) as caught:
+            infinity.load(adam, target)
+        assert caught.value.cure == (
+            "copy this checkpoint again from its source; there is no other whole checkpoint in "
+            f"{tmp_path / 'saved'}: else begin a new run"
+        )
+    other = tmp_path / "saved" / "step-7"
+    shutil.copytree(path, other)
+    (other / "index.json").write_bytes(whole)
+    for target in (path, tmp_path / "saved"):
+        with pytest.raises(CorruptionError) as caught:
+            infinity.load(adam, target)
+        assert f"or load {other}, of 0 steps" in str(caught.value.cure)
+    infinity.load(adam, other)
+    infinity.close(adam)
+
+
 def test_two_saves_at_once_into_one_directory(tmp_path: Path) -> None:
     _, adam = start(tmp_path / "run", **ON_HOST)
     from infinity.storage.checkpoints import Save

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import infinity
 from infinity.core.errors import GradientError, ParameterChangedError, ParameterError, ReleasedParameterError
@@ -67,6 +70,45 @@ def test_copies_of_a_wrapped_model_say_what_to_do_instead(parameters: str, tmp_p
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert_close([p.detach() for p in copied.parameters()], found)
         train(copied, torch.optim.AdamW(copied.parameters()))
+
+
+class Collate:
+    """A collator that holds something, as those of transformers hold a model."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(rows) + len(list(self.held.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
+def test_a_collator_that_holds_the_model(kind: str, tmp_path: Path) -> None:
+    """With workers that get it pickled, as they do by default from Python 3.14 on."""
+    model, optimizer = wrapped(tmp_path, parameters="host")
+
+    def batches(held: Any, workers: int = 1) -> list[torch.Tensor]:
+        context = kind if workers else None
+        loader = DataLoader(
+            torch.ones(2, 3), collate_fn=Collate(held), num_workers=workers, multiprocessing_context=context
+        )
+        return list(loader)
+
+    for held in (model, model.head, model.head.weight, optimizer):
+        with pytest.raises(ReleasedParameterError) as caught:
+            batches(held)
+        cure = str(caught.value.cure)
+        assert "num_workers=0" in cure
+        assert "without values" in cure
+        assert not re.search("EMA|copy_to", cure)
+    wanted = batches(model, 0)
+    with torch.device("meta"):
+        empty, _ = built(HeadModel)
+    assert torch.equal(batches(empty)[0], wanted[0])
+    with pytest.raises(ReleasedParameterError, match=r"save its `state_dict\(\)`") as caught:
+        pickle.dumps(model)
+    assert "EMA" not in str(caught.value.cure)
+    infinity.close(optimizer)
 
 
 def test_gathered_takes_parameters_of_several_models(tmp_path: Path) -> None:

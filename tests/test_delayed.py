@@ -16,7 +16,9 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, ParameterChangedError, ParameterError, StateDictError, WrapError
 from infinity.core.sizes import ALIGNMENT, ceil_to
 from infinity.hardware.adam_reference import adamw_reference
+from infinity.optim.chunk_io import ChunkIO
 from infinity.optim.optimizer import OffloadOptimizer
+from infinity.optim.update import Drift
 
 from .models import Case, case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded, wrap_adamw
@@ -318,6 +320,31 @@ def test_drift_is_told(tmp_path: Path) -> None:
     offloaded(case("gpt"), delayed(tmp_path), 6, between=note)
     assert drifts[:WARMUP] == [0.0] * WARMUP
     assert all(0 < d < 1 and math.isfinite(d) for d in drifts[WARMUP:])
+
+
+def test_drift_is_measured_in_one_chunk_of_each_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is but a figure: of every chunk it costs as much as a hundredth of the update."""
+    measured: list[int] = []
+    before = Drift.before
+
+    def noted(drift: Drift, io: ChunkIO) -> torch.Tensor | None:
+        if (found := before(drift, io)) is not None:
+            measured.append(io.chunk.id)
+        return found
+
+    monkeypatch.setattr(Drift, "before", noted)
+    firsts: list[int] = []
+
+    def note(adam: OffloadOptimizer, t: int) -> None:
+        engine = engine_of(adam)
+        engine.updater.wait()
+        units = [unit.layout.trainable_chunks for unit in engine.units]
+        firsts[:] = [chunks[0].id for chunks in units if chunks]
+        assert sum(map(len, units)) > len(firsts), "a unit has several chunks"
+        assert sorted(measured) == ([] if t <= WARMUP else firsts)
+        measured.clear()
+
+    offloaded(case("gpt"), delayed(tmp_path, units=["GPT"]), WARMUP + 2, between=note)
 
 
 def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:

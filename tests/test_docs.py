@@ -53,6 +53,10 @@ from tests import test_ecosystem
 from tests.test_ecosystem import llama as build
 def adapt(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+tied = peft.get_peft_model(
+    test_ecosystem.huggingface("llama", tied=True),
+    peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True),
+)
 examples, pairs, tokenizer = test_ecosystem.examples(), test_ecosystem.pairs(), test_ecosystem.tokenizer()
 texts = datasets.Dataset.from_dict({"text": [test_ecosystem.words(i, 8) for i in range(8)]})
 """,

@@ -15,11 +15,13 @@ from torch import nn
 import infinity
 from infinity.cli.main import run
 from infinity.core.errors import PrecisionError
+from infinity.core.sizes import parse_dtype
 
 from .models import case
 from .offloaded import ON_HOST, ON_NVME, RESIDENT, assert_same, config_for, train_offloaded
 from .quick import quick
 from .ranks import all_well, run_ranks
+from .test_ecosystem import need
 
 WIDTH, VOCAB = 32, 24
 PLACES = {"nvme": ON_NVME, "host": ON_HOST, "device": RESIDENT}
@@ -330,3 +332,117 @@ def test_ranks_keep_it_too(stage: int, one_thread: None, tmp_path: Path) -> None
         assert found["params"][name].dtype is value.dtype
         assert torch.equal(found["params"][name], value), name
     infinity.close(model)
+
+
+# -- what a class wants in fp32 -----------------------------------------------------------------
+
+
+def listed(kind: str) -> Any:
+    """A model of transformers that lists parameters: T5 and RWKV for fp16, DeepSeek for bf16, too."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+        config = transformers.T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0)
+        return transformers.T5ForConditionalGeneration(config)
+    if kind == "rwkv":
+        sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
+        return transformers.RwkvForCausalLM(transformers.RwkvConfig(vocab_size=VOCAB, **sizes))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8}
+    heads |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = transformers.DeepseekV2Config(
+        vocab_size=VOCAB, **sizes, **heads, **experts, first_k_dense_replace=1
+    )
+    return transformers.DeepseekV2ForCausalLM(config)
+
+
+def dtypes_in(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: param.dtype for name, param in model.named_parameters()}
+
+
+SCALE = 8.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "place"),
+    [("t5", "fp16", "nvme"), ("t5", "bf16", "host"), ("rwkv", "fp16", "host"), ("deepseek", "bf16", "nvme")],
+)
+def test_what_a_class_lists_is_fp32_as_from_pretrained_has_it(
+    kind: str, dtype: str, place: str, tmp_path: Path
+) -> None:
+    """And the losses are those of torch with the same dtypes."""
+    model = listed(kind)
+    model.save_pretrained(tmp_path / "model")
+    plain = type(model).from_pretrained(tmp_path / "model", dtype=parse_dtype(dtype)).train()
+    masters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    config = config_for(tmp_path, dtype=dtype, output_dtype=None, loss_scale=SCALE, **PLACES[place])
+    model, adam = infinity.wrap(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    assert dtypes_in(model) == dtypes_in(plain)
+    assert (torch.float32 in dtypes_in(model).values()) is ((kind, dtype) != ("t5", "bf16"))
+
+    theirs = torch.optim.AdamW(masters.values(), lr=1e-2, foreach=False)
+    scale = SCALE if dtype == "fp16" else 1.0
+    for step in range(3):
+        batch = {"input_ids": tokens(step), "labels": tokens(step + 9)}
+        wanted, loss = plain(**batch).loss, model(**batch).loss
+        assert step or torch.equal(loss, wanted)
+        torch.testing.assert_close(loss, wanted, rtol=2e-3, atol=0)  # AdamW is not torch's, bit for bit
+        (wanted * scale).backward()
+        (adam.scale(loss) if dtype == "fp16" else loss).backward()
+        for name, param in plain.named_parameters():
+            masters[name].grad = None if param.grad is None else param.grad.float() / scale
+            param.grad = None
+        theirs.step()
+        adam.step()
+        adam.zero_grad()
+        with torch.no_grad():
+            for name, param in plain.named_parameters():
+                param.copy_(masters[name])
+    infinity.close(adam)
+
+
+class Around(nn.Module):
+    """A model of one's own, around one of transformers and a class that lists by itself."""
+
+    _keep_in_fp32_modules_strict = ("mine",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = listed("deepseek")
+        self.mine = nn.Linear(4, 4).requires_grad_(False)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=ids).logits
+
+
+def test_modules_inside_list_too_and_frozen_parameters_are_no_exception(tmp_path: Path) -> None:
+    wanted = {"inner.model.layers.1.mlp.gate.weight", "mine.weight", "mine.bias"}
+    config = config_for(tmp_path, dtype="bf16", output_dtype=None)
+    model = Around()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    (tmp_path / "used").mkdir()
+    used = infinity.inference(Around(), config_for(tmp_path / "used", dtype="bf16"))
+    model, adam = infinity.wrap(model, torch.optim.AdamW(trained), config)
+    for each in (model, used):
+        assert {n for n, d in dtypes_in(each).items() if d is torch.float32} == wanted
+        assert torch.isfinite(each(tokens(0))).all()
+    infinity.close(adam)
+    infinity.close(used)
+
+
+@pytest.mark.ecosystem
+def test_adapters_leave_what_a_class_lists_in_fp32(tmp_path: Path) -> None:
+    peft = need("peft")
+    config = peft.LoraConfig(target_modules=["q_a_proj"], modules_to_save=["gate"])
+    model = peft.get_peft_model(listed("deepseek"), config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, adam = infinity.wrap(model, torch.optim.AdamW(trained), config_for(tmp_path, dtype="bf16"))
+    gate = "base_model.model.model.layers.1.mlp.gate."
+    wanted = {f"{gate}original_module.weight", f"{gate}modules_to_save.default.weight"}
+    assert {n for n, d in dtypes_in(model).items() if d is torch.float32} == wanted
+    model(input_ids=tokens(0), labels=tokens(1)).loss.backward()
+    adam.step()
+    infinity.close(adam)

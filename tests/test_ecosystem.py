@@ -3,13 +3,15 @@ the least device budget that is accepted."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.config import Config
-from infinity.core.errors import BudgetError
+from infinity.core.errors import BudgetError, PrecisionError
+from infinity.optim.optimizer import OffloadOptimizer
 
 from .command_line import python
 from .models import huggingface
-from .offloaded import config_for
+from .offloaded import config_for, wrap_adamw
 
 pytestmark = pytest.mark.ecosystem
 
@@ -558,3 +561,99 @@ def test_a_fused_head_is_given_the_weight_of_another_module(head: str, tied: boo
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["engine"] == pytest.approx(found["torch"], rel=1e-5)
     assert found["parameters"]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Callable[..., Any]]:
+    """A maker of an Accelerator with a state of its own; the library has one per process."""
+    library = need("accelerate")
+
+    def reset() -> None:
+        library.state.AcceleratorState._reset_state(reset_partial_state=True)
+        library.state.GradientState._reset_state()
+
+    reset()
+    yield functools.partial(library.Accelerator, cpu=True)
+    reset()
+
+
+def overflowing(accelerator: Any, *, with_scheduler: bool, first: bool, skip: str) -> tuple[Any, list[float]]:
+    """Six fp16 steps, of which two overflow; return the optimizer, and the rate after each step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 2.0**n) if first else None
+    settings = {"dtype": "fp16"} if skip == "fp16" else {"dtype": "fp32", "skip_nonfinite": True}
+    model, optimizer = infinity.wrap(model, optimizer, infinity.Config(device="cpu", **settings))
+    scheduler = scheduler or torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 2.0**n)
+    asks = accelerator is None or not with_scheduler
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        scheduler = accelerator.prepare(scheduler) if with_scheduler else scheduler
+    rates = []
+    for step in range(6):
+        torch.manual_seed(step)
+        x = torch.randn(4, 8)
+        loss = model(x.half() if skip == "fp16" else x).float().square().mean()
+        loss = loss * (float("inf") if step in (0, 3) else 1.0)
+        scaled = optimizer.scale(loss)
+        scaled.backward() if accelerator is None else accelerator.backward(scaled)
+        optimizer.step()
+        if accelerator is not None:
+            assert accelerator.optimizer_step_was_skipped == optimizer.step_was_skipped == (step in (0, 3))
+        if not (asks and optimizer.step_was_skipped):
+            scheduler.step()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert optimizer.skipped_steps == 2
+    infinity.close(optimizer)
+    return optimizer, rates
+
+
+@pytest.mark.parametrize("skip", ["fp16", "skip_nonfinite"])
+@pytest.mark.parametrize("first", [False, True], ids=["", "scheduler before wrap"])
+@pytest.mark.parametrize("with_scheduler", [True, False], ids=["", "scheduler not prepared"])
+def test_a_step_that_was_skipped_under_accelerate_moves_no_schedule(
+    with_scheduler: bool, first: bool, skip: str, accelerator: Callable[..., Any]
+) -> None:
+    """accelerate's own optimizer asks ours for nothing: neither whether it skipped, nor `scale`."""
+    wanted = overflowing(None, with_scheduler=False, first=first, skip=skip)[1]
+    optimizer, rates = overflowing(accelerator(), with_scheduler=with_scheduler, first=first, skip=skip)
+    assert rates == wanted == [1e-3, 2e-3, 4e-3, 4e-3, 8e-3, 16e-3]
+    assert isinstance(optimizer, OffloadOptimizer)
+
+
+@pytest.mark.parametrize("mixed", ["fp16", "bf16"])
+def test_accelerate_with_mixed_precision_is_refused_where_it_prepares(
+    mixed: str, accelerator: Callable[..., Any], tmp_path: Path
+) -> None:
+    model, optimizer = wrap_adamw(torch.nn.Linear(8, 4), config_for(tmp_path))
+    with pytest.raises(PrecisionError, match=rf'mixed precision {mixed}[\s\S]*Config\(dtype="{mixed}"\)'):
+        accelerator(mixed_precision=mixed).prepare(model, optimizer)
+    infinity.close(optimizer)
+
+
+def test_between_the_steps_of_accelerate_an_optimizer_does_nothing(
+    accelerator: Callable[..., Any], tmp_path: Path
+) -> None:
+    """`accumulate` counts; a loop calls `step` and `zero_grad` after each batch."""
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    found = []
+    for through in (False, True):
+        mine = accelerator(gradient_accumulation_steps=3) if through else None
+        torch.manual_seed(0)
+        model, optimizer = wrap_adamw(torch.nn.Linear(8, 4), config_for(tmp_path), lr=1e-2)
+        assert not hasattr(optimizer, "optimizer")
+        if mine is not None:
+            model, optimizer = mine.prepare(model, optimizer)
+        for number, batch in enumerate(batches):
+            with contextlib.nullcontext() if mine is None else mine.accumulate(model):
+                loss = model(batch).square().mean()
+                (loss / 3).backward() if mine is None else mine.backward(loss)
+                if mine is not None or number % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert optimizer.steps == 2
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+        infinity.close(optimizer)
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())

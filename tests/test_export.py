@@ -23,6 +23,7 @@ from infinity.core.errors import (
     ClosedError,
     ConfigError,
     CorruptionError,
+    DataError,
     DirectoryError,
     ParameterError,
     StateDictError,
@@ -31,7 +32,7 @@ from infinity.core.errors import (
 from infinity.storage import checkpoints
 
 from .architectures import ARCHITECTURES
-from .models import GPT
+from .models import GPT, huggingface
 from .offloaded import ON_HOST, config_for
 from .quick import quick
 from .ranks import all_well, run_ranks
@@ -110,6 +111,53 @@ def test_transformers_reads_it_with_the_same_outputs(name: str, tmp_path: Path) 
         for key, value in wanted.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(found[key], value), (folder, key)
+
+
+def test_names_that_the_program_ties_or_unties_are_read_as_they_were(tmp_path: Path) -> None:
+    """The configuration says of two names whether they are tied, and so does what is exported: of the module,
+    and of its checkpoint, by `infinity export`, too. So does a checkpoint that is used."""
+    ids = torch.arange(24).view(2, 12)
+
+    def logits_of(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(input_ids=ids).logits
+
+    for kind, tied in (("llama", True), ("gpt2", False)):
+        torch.manual_seed(0)
+        model = huggingface(kind, tied=not tied)
+        embedding = model.get_input_embeddings().weight
+        model.lm_head.weight = embedding if tied else nn.Parameter(torch.randn_like(embedding))
+        assert model.config.tie_word_embeddings is not tied
+        here = tmp_path / kind
+        model, adam = wrap(model, here, output_dtype=None)
+        wanted = logits_of(model)
+        infinity.export(model, here / "live")
+        infinity.save(adam, here / "saved")
+        assert run(["export", str(here / "saved"), str(here / "by command")]) == 0
+        infinity.close(adam)
+        for folder in ("live", "by command"):
+            assert json.loads((here / folder / "config.json").read_text())["tie_word_embeddings"] is False
+            assert {"lm_head.weight"} < tensors_in(here / folder).keys()
+            read, said = type(model).from_pretrained(here / folder, output_loading_info=True)
+            assert not any(said.values()), said
+            assert torch.equal(logits_of(read), wanted), (kind, folder)
+        used = infinity.inference(here / "saved", config_for(here, output_dtype=None))
+        assert torch.equal(logits_of(used), wanted)
+        infinity.close(used)
+
+
+def test_a_checkpoint_of_an_untied_model_is_not_read_into_a_tied_one(tmp_path: Path) -> None:
+    config = config_for(tmp_path, output_dtype=None)
+    untied, adam = wrap(huggingface("llama", tied=False), tmp_path, output_dtype=None)
+    infinity.save(adam, tmp_path / "saved")
+    wanted = {n: v.clone() for n, v in untied.state_dict().items()}
+    infinity.close(adam)
+    with pytest.raises(DataError, match=r"ties 'model\.embed_tokens\.weight', 'lm_head\.weight'") as caught:
+        infinity.inference(huggingface("llama", tied=True), config, weights=tmp_path / "saved")
+    assert "tie_word_embeddings=False" in str(caught.value.cure)
+    used = infinity.inference(huggingface("llama", tied=False), config, weights=tmp_path / "saved")
+    assert_equal(used.state_dict(), wanted)
+    infinity.close(used)
 
 
 class Net(nn.Module):

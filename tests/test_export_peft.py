@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,11 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ConfigError, DataError, ReleasedParameterError, StateDictError
+from infinity.core.errors import ConfigError, DataError, ReleasedParameterError, StateDictError, WrapError
 
 from .models import huggingface
 from .offloaded import config_for
+from .quick import quick
 from .test_ecosystem import adapted, llama, need, tokens
 from .test_export import assert_equal, tensors_in
 
@@ -151,6 +155,139 @@ def test_an_embedding_that_is_tied_is_merged_by_itself(tmp_path: Path) -> None:
     infinity.close(adam)
 
 
+#: Adapters on the tied names of a Llama → whether these are tied after the merge, and whether PEFT's own
+#: merge of the plain model is right: it adds what is on one name to both, and adapters that are tied twice.
+TIED: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "head saved": ({"modules_to_save": ["lm_head"]}, False, True),
+    "embedding saved": ({"modules_to_save": ["embed_tokens"]}, False, True),
+    "both saved": ({"modules_to_save": ["embed_tokens", "lm_head"]}, False, True),
+    "both saved, tied": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True, True),
+    "head": ({"target_modules": ["q_proj", "lm_head"]}, False, False),
+    "both": ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, False, False),
+    "rows": ({"trainable_token_indices": [1, 5]}, True, True),
+    "rows of the head": ({"trainable_token_indices": {"lm_head": [1, 5]}}, False, False),
+}
+
+
+def on_tied_names(kind: str) -> Any:
+    """A tied Llama with adapters that are not zero."""
+    peft = need("peft")
+    torch.manual_seed(0)
+    chosen = {"target_modules": ["q_proj"], **TIED[kind][0]}
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **chosen)
+    with warnings.catch_warnings():  # PEFT warns of what is tested here
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(huggingface("llama", tied=True), config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn_like(param) * 0.1)
+    return model
+
+
+def says_tied(folder: Path) -> bool:
+    """Whether the configuration in a directory ties names: it must, just if the files have one of them."""
+    said = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    assert said is not ("lm_head.weight" in tensors_in(folder))
+    return bool(said)
+
+
+@pytest.mark.parametrize("kind", quick(TIED, ["head saved", "embedding saved", "both saved, tied", "rows"]))
+def test_a_merged_model_says_of_tied_names_what_its_files_have(kind: str, tmp_path: Path) -> None:
+    transformers = need("transformers")
+    _, tied, right = TIED[kind]
+    model, _ = trained(on_tied_names(kind), tmp_path / "run", dtype="fp32", output_dtype=None)
+    wanted = logits(model)
+    infinity.export(model, tmp_path / "merged", merge_adapters=True)
+    assert says_tied(tmp_path / "merged") is tied
+    read, said = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(said.values())
+    assert (read.lm_head.weight is read.get_input_embeddings().weight) is tied
+    assert torch.allclose(logits(read), wanted, atol=1e-5)
+    plain = infinity.unwrap(model)
+    infinity.export(plain, tmp_path / "plain", merge_adapters=True)
+    assert says_tied(tmp_path / "plain") is tied
+    assert_equal(tensors_in(tmp_path / "plain"), tensors_in(tmp_path / "merged"))
+    if right:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_equal(read.state_dict(), plain.merge_and_unload().state_dict())
+
+
+def test_a_merged_model_with_encoder_and_decoder_keeps_its_setting(tmp_path: Path) -> None:
+    """T5 scales its outputs by it. Of its four tied names two stay tied."""
+    peft, transformers = need("peft"), need("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    base = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
+    )
+    for kind in (["q", "lm_head"], ["q", "shared"]):
+        config = peft.LoraConfig(r=4, target_modules=kind, init_lora_weights=False)
+        model = peft.get_peft_model(copy.deepcopy(base), config).eval()
+        batch = {"input_ids": tokens(0), "decoder_input_ids": tokens(1)}
+        path = infinity.export(model, tmp_path / kind[1], merge_adapters=True)
+        read, said = type(base).from_pretrained(path, output_loading_info=True)
+        assert not any(said.values())
+        with torch.no_grad():
+            assert torch.allclose(read.eval()(**batch).logits, model(**batch).logits, atol=1e-5), kind
+
+
+def lines_of_the_page(page: str, after: str) -> str:
+    """The first block of Python after some words of a page of the documentation."""
+    text = Path(__file__).parents[1].joinpath("docs", page).read_text(encoding="utf-8")
+    return text.split(after)[1].split("```python\n")[1].split("```")[0]
+
+
+def test_adapters_that_peft_ties_stay_tied_as_the_error_says(tmp_path: Path) -> None:
+    """PEFT's own two parameters over one memory, and with SGD its numbers."""
+    peft, transformers = need("peft"), need("transformers")
+
+    def model_of() -> Any:
+        torch.manual_seed(0)
+        settings = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+        config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+        return peft.get_peft_model(huggingface("llama", tied=True), config)
+
+    def run(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(3):
+            loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def sgd(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    plain = model_of()
+    wanted = run(plain, sgd(plain))
+    tied = model_of()
+    config = config_for(tmp_path, dtype="fp32", output_dtype=None)
+    with pytest.raises(WrapError, match="share memory") as caught:
+        infinity.wrap(tied, sgd(tied), config)
+    assert re.search(r"to keep them tied[^;]*parametrize[^;]*`docs/libraries\.md`", str(caught.value.cure))
+    exec(lines_of_the_page("libraries.md", "*LoRA on tied embeddings.*"), {"torch": torch, "tied": tied})
+    model, adam = infinity.wrap(tied, sgd(tied), config)
+    assert run(model, adam) == pytest.approx(wanted, rel=1e-5)
+
+    expected = logits(model)
+    infinity.export(model, tmp_path / "merged", merge_adapters=True)
+    assert says_tied(tmp_path / "merged")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(read), expected, rtol=1e-4, atol=1e-3)
+    infinity.export(model, tmp_path / "alone")
+    assert not any("parametrizations" in name for name in tensors_in(tmp_path / "alone"))
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(huggingface("llama", tied=True), tmp_path / "alone")
+    assert torch.equal(logits(again), expected)
+    assert logits(again).equal(logits(infinity.unwrap(model)))
+
+
 def test_several_adapters_and_plain_models(tmp_path: Path) -> None:
     peft = need("peft")
     model = built("lora")
@@ -233,8 +370,12 @@ def test_adapters_are_merged_for_good_as_the_error_says(tmp_path: Path) -> None:
     config = config_for(tmp_path, dtype="fp32", output_dtype=None, parameters="nvme")
     model, adam = infinity.wrap(model, optimizer, config)
     with pytest.raises(
-        ReleasedParameterError, match=r"merge adapters into it after `infinity.unwrap\(model\)`"
+        ReleasedParameterError, match=r"that `infinity.unwrap\(model\)` returns; `infinity.export\(model, "
     ):
         model.merge_and_unload()
+    with pytest.raises(ReleasedParameterError, match=r"with infinity.gathered\(params, write=True\)"):
+        model.merge_adapter()
+    infinity.export(model, tmp_path / "merged", merge_adapters=True)
+    assert torch.allclose(logits(type(llama()).from_pretrained(tmp_path / "merged")), wanted, atol=1e-5)
     assert torch.allclose(logits(infinity.unwrap(model).merge_and_unload()), wanted, atol=1e-5)
     infinity.close(adam)

@@ -7,7 +7,7 @@ import pytest
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ITEMSIZES, NORM_BLOCK, GiB, MiB, Tier
-from infinity.planning.footprint import Budget, Footprint, demand, footprint
+from infinity.planning.footprint import Budget, Footprint, demand, within
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import ADAM, moments_of, plan_chunks
 from infinity.planning.placement import assign
@@ -24,14 +24,9 @@ def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footpri
         layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
     )
     sets = [[i] for i in range(len(UNITS))]
-    return footprint(
-        layouts,
-        plan_chunks(layouts, assignment, moments_of(ADAM, config), staged=staged),
-        sets,
-        config,
-        budget,
-        staged=staged,
-    )
+    plans = plan_chunks(layouts, assignment, moments_of(ADAM, config), staged=staged)
+    wanted = demand(layouts, plans, sets, config, staged=staged)
+    return within(wanted, config, budget, staged=staged)
 
 
 ON_NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}

@@ -116,6 +116,41 @@ def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     assert found["registrations after wrap"] == 0
 
 
+#: How often a step reads compute parameters that are placed on the device.
+READS = dict.fromkeys(
+    ("device-host-host", "device-device-device", "delayed-device", "backward-device-host-host"), 2
+)
+READS["halves-device-host-host"] = 3  # an update on the CPU begins with the upper halves
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "case", quick([*READS], ["device-host-host", "halves-device-host-host", "delayed-device"])
+)
+def test_a_step_looks_once_whether_parameters_on_the_device_were_edited(case: str) -> None:
+    """Two digests, after an update and before the next one, each read the values once; one wait."""
+    found = json.loads(run(case, what="counts").stdout)
+    step, nbytes = Counter(found["step"]), found["bytes"]
+    assert 0 < nbytes * (READS[case] - 0.1) < step["bytes read"] <= nbytes * READS[case]
+    assert step["host waits: infinity-deferral"] == 1
+    assert step["copies that block"] == 1 + (case == "device-device-device")  # the squares of gradients
+    if case == "device-host-host":  # each allocation is counted as a launch
+        assert step["launches"] - step["allocations"] <= 20 * found["units"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "case", quick(["device-host-host", "device-device-device"], ["device-device-device"])
+)
+def test_clipping_gradients_waits_for_the_device_where_it_must(case: str) -> None:
+    """torch's clip_grad_norm_ asks for each norm, and multiplies each gradient by a number on the device."""
+    found = json.loads(run(case, what="counts").stdout)
+    for phase, waits in (("clip", found["parameters"]), ("foreach", 1)):
+        counts = Counter(found[phase])
+        assert counts["host waits: MainThread"] <= waits
+        assert counts["copies that block"] <= 1  # the squares of gradients
+
+
 @pytest.mark.later
 @pytest.mark.processes
 @pytest.mark.parametrize(

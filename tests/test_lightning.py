@@ -15,7 +15,14 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import infinity
-from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, StateDictError, WrapError
+from infinity.core.errors import (
+    ConfigError,
+    CorruptionError,
+    DirectoryError,
+    ReleasedParameterError,
+    StateDictError,
+    WrapError,
+)
 
 from .command_line import mounted
 from .ranks import all_well, run_ranks
@@ -422,3 +429,59 @@ def test_two_ranks(stage: int, tmp_path: Path) -> None:
         all_well(run_ranks(count, script, *given, seconds=90, environment=torchrun, imports=IMPORTS))
     assert not list(tmp_path.rglob("*.arena"))
     assert not list(tmp_path.rglob("*.saving"))
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
+def test_a_callback_that_unfreezes_layers(tier: str, tmp_path: Path) -> None:
+    L = need("lightning.pytorch")
+
+    class Refused(L.callbacks.BaseFinetuning):  # type: ignore[misc,name-defined]
+        """As Lightning's pages write it."""
+
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.model[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.model[0], optimizer)
+
+    class Cured(L.callbacks.BaseFinetuning):  # type: ignore[misc,name-defined]
+        def freeze_before_training(self, module: Any) -> None:
+            pass
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            (self.freeze if epoch < 1 else self.make_trainable)(module.model[0])
+            seen.append(module.state_dict()["model.0.weight"].clone())
+
+    def fit(folder: str, by: Any, callback: Any) -> Any:
+        module = net()
+        torch.manual_seed(7)
+        trainer(tmp_path / folder, by, 3, callbacks=[callback], enable_checkpointing=False).fit(
+            module, data()
+        )
+        return module
+
+    def refused() -> None:
+        module = net()
+        made = module.configure_optimizers
+        module.configure_optimizers = lambda: torch.optim.AdamW(
+            [p for p in module.parameters() if p.requires_grad], made()["optimizer"].defaults["lr"]
+        )
+        by = strategy(tmp_path / "refused", parameters=tier)
+        try:
+            trainer(tmp_path, by, 3, callbacks=[Refused()], enable_checkpointing=False).fit(module, data())
+        finally:
+            infinity.close(module)
+
+    with pytest.raises((ReleasedParameterError, WrapError)) as caught:
+        refused()
+    for words in ("`configure_optimizers`", "`freeze_before_training`", "`self.make_trainable(modules)`"):
+        assert words in str(caught.value.cure)
+    seen: list[torch.Tensor] = []
+    wanted = fit("ddp", "ddp_find_unused_parameters_true", Cured()).state_dict()
+    seen = []
+    module = fit("out", strategy(tmp_path / "out", parameters=tier), Cured())
+    torch.testing.assert_close(module.state_dict(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    infinity.close(module)

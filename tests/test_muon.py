@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from .test_optimizers import PLACES, assert_equal, loss_of, state_of, trained
 from .whole import muon, train_whole
 
 STEPS = 4
+LIMIT = 0.01  # of a norm, much below that of a gradient
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -85,17 +87,26 @@ def test_accumulation_clipping_and_state_dicts_are_those_of_torch(tmp_path: Path
             optimizer.step()
             optimizer.zero_grad()
 
-    norms: list[float] = []
+    clips: list[tuple[float, float]] = []
+
+    def clip_ours(_: int) -> None:
+        norm = float(optimizer.clip_grad_norm_(LIMIT))  # type: ignore[attr-defined]
+        clips.append((norm, model.up.weight.grad.factor))  # type: ignore[union-attr]
+
     model, optimizer = only_matrices()
     config = config_for(tmp_path, units=["Net"], chunk_elements=65536)
     model, optimizer = infinity.wrap(model, optimizer, config)
-    run(model, optimizer, range(2), lambda _: norms.append(float(optimizer.clip_grad_norm_(0.01))))  # type: ignore[attr-defined]
+    run(model, optimizer, range(2), clip_ours)
     plain, theirs = only_matrices()
 
     def clip(step: int) -> None:
+        """By the factor of the run above: one from the norm that it returns, in fp32, may round otherwise."""
+        norm, factor = clips[step]
+        assert float(nn.utils.clip_grad_norm_(plain.parameters(), math.inf)) == pytest.approx(norm, rel=1e-5)
+        assert factor == pytest.approx(LIMIT / (norm + 1e-6), rel=1e-6)
         for param in plain.parameters():
             assert param.grad is not None
-            param.grad.mul_(min(1.0, 0.01 / (norms[step] + 1e-6)))
+            param.grad.mul_(factor)
 
     run(plain, theirs, range(2), clip)
     found = state_of(model)

@@ -15,7 +15,13 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ClosedError, ConfigError, DirectoryError
+from infinity.core.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptionError,
+    DirectoryError,
+    ReleasedParameterError,
+)
 
 from .offloaded import config_for
 from .test_ecosystem import Seen, arguments, examples, llama, need, pairs, tokenizer, watch, words
@@ -652,3 +658,121 @@ def test_an_older_transformers_does_the_same(transformers: Any) -> None:
         **{"capture_output": True, "text": True, "timeout": 280},
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_trainer_that_copies_adapters_comes_before_wrap(
+    tier: str, transformers: Any, tmp_path: Path
+) -> None:
+    """DPOTrainer and GRPOTrainer copy them into those of their reference, as they are built."""
+    trl, peft = need("trl"), need("peft")
+    config = config_for(tmp_path, parameters=tier)
+
+    def built(model: Any) -> Any:
+        return trl.DPOTrainer(
+            model,
+            args=trl.DPOConfig(**arguments(tmp_path, max_steps=2), bf16=False),
+            train_dataset=pairs(),
+            processing_class=tokenizer(),
+        )
+
+    def adam(model: Any) -> Any:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    model = peft.get_peft_model(llama(), lora())
+    model, optimizer = infinity.wrap(model, adam(model), config)
+    with pytest.raises(ReleasedParameterError) as caught:
+        built(model)
+    infinity.close(optimizer)
+    assert "build the trainer with the plain model, and then `wrap` the trainer's model" in str(
+        caught.value.cure
+    )
+    trainer = built(peft.get_peft_model(llama(), lora()))
+    trainer.model, trainer.optimizer = infinity.wrap(trainer.model, adam(trainer.model), config)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
+    assert trainer.train().global_step == 2
+    infinity.close(trainer.optimizer)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collator_that_holds_the_model(
+    workers: int, transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Workers that get it pickled, as from Python 3.14 on."""
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**sizes, decoder_start_token_id=93, pad_token_id=93)
+    )
+
+    def trained(held: Any, **settings: Any) -> int:
+        return (
+            offloaded(transformers.Seq2SeqTrainer)(
+                model,
+                transformers.Seq2SeqTrainingArguments(**arguments(tmp_path, max_steps=2, **settings)),
+                train_dataset=[{"input_ids": [1, 2, 3], "labels": [4, 5]}] * 4,
+                data_collator=transformers.DataCollatorForSeq2Seq(tokenizer(), model=held),
+                infinity=config,
+            )
+            .train()
+            .global_step
+        )
+
+    before = torch.multiprocessing.get_start_method(allow_none=True)
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    try:
+        if workers == 0:
+            assert trained(model, dataloader_num_workers=0) == 2
+        else:
+            with pytest.raises(ReleasedParameterError, match="dataloader_num_workers=0") as caught:
+                trained(model, dataloader_num_workers=1)
+            assert "EMA" not in str(caught.value)
+            infinity.unwrap(model)
+            with torch.device("meta"):
+                empty = type(model)(model.config)
+            assert trained(empty, dataloader_num_workers=1) == 2
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
+        infinity.close(model)
+
+
+def test_a_damaged_checkpoint_names_an_older_one(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    def trainer(steps: int) -> Any:
+        return offloaded(transformers.Trainer)(
+            llama(),
+            transformers.TrainingArguments(**arguments(tmp_path, **{**SAVING, "max_steps": steps})),
+            train_dataset=examples(),
+            infinity=config,
+        )
+
+    run = trainer(4)
+    run.train()
+    infinity.close(run.model)
+    older, newest = str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-4")
+    [index] = Path(newest, "infinity").glob("step-*/index.json")
+    whole = index.read_bytes()
+    index.write_bytes(b"")
+    run = trainer(6)
+    for call in (
+        run.newest_checkpoint,
+        lambda: run.train(resume_from_checkpoint=True),
+        lambda: run.train(resume_from_checkpoint=newest),
+    ):
+        with pytest.raises(CorruptionError) as caught:
+            call()
+        assert caught.value.cure == (
+            f"copy {newest} again from its source; or train(resume_from_checkpoint={older!r})"
+        )
+    [first] = Path(older, "infinity").glob("step-*/index.json")
+    begun = first.read_bytes()
+    first.write_bytes(b"")
+    with pytest.raises(CorruptionError, match=r"train\(resume_from_checkpoint=None\): there is no older one"):
+        run.newest_checkpoint()
+    first.write_bytes(begun)
+    assert run.train(resume_from_checkpoint=older).global_step == 6  # the cure
+    infinity.close(run.model)
+    index.write_bytes(whole)
+    run = trainer(6)
+    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other one
+    infinity.close(run.model)

@@ -93,5 +93,7 @@ def test_whoever_would_reset_the_state_is_told_how(wrapped: Wrapped) -> None:
 
 
 def test_add_param_group_is_refused(wrapped: Wrapped) -> None:
-    with pytest.raises(WrapError, match="param group"):
+    with pytest.raises(
+        WrapError, match="after `wrap` freeze"
+    ):  # test_what_required_a_gradient_may_come_and_go
         wrapped[1].add_param_group({"params": [nn.Parameter(torch.zeros(3))]})

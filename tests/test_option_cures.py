@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
+import infinity
 from infinity.cli.main import run
 from infinity.cli.settings import in_options
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, DirectoryError
 
 from .command_line import words
 
@@ -69,3 +74,65 @@ def test_cures_are_in_the_words_of_who_asked(
 )
 def test_settings_are_said_as_options(text: str, said: str) -> None:
     assert in_options(text) == said
+
+
+def test_an_address_is_no_path(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cure of file:// is the path in it; that of others, a path of this machine."""
+    before = sorted(os.listdir())
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), Config(device="cpu"))
+    path = os.path.join(nvme, "with a space")
+    os.mkdir(path)
+    calls: list[Callable[[str], object]] = [
+        lambda p: Config(nvme=p),
+        lambda p: infinity.save(optimizer, p),
+        lambda p: infinity.load(optimizer, p),
+        lambda p: infinity.Run(optimizer, p),
+        lambda p: infinity.export(model, os.path.join(p, "model")),
+        lambda p: trace(optimizer, os.path.join(p, "trace.json")),
+    ]
+    for call in calls:
+        for address in ("s3://bucket/x", "hdfs://host/x", "gs://x"):
+            with pytest.raises(
+                ConfigError, match=r"is an address, and the engine.*\n.*\n.*\n.*a path, such as"
+            ):
+                call(address)
+        with pytest.raises(ConfigError) as caught:
+            call(f"file://{path.replace(' ', '%20')}")
+        assert str(caught.value.cure).startswith(f"the path '{path}")
+        call(path)  # the cure
+    infinity.close(optimizer)
+    for option in ("--nvme", "--output"):
+        assert run(["train", *words(text, nvme, "--steps", "1"), option, "s3://bucket/x"]) == 2
+        assert "is an address" in capsys.readouterr().err
+    assert run(["import-dcp", "s3://bucket/x", nvme]) == 2
+    assert "is an address" in capsys.readouterr().err
+    assert sorted(os.listdir()) == before
+
+
+def test_a_tilde_is_the_users_directory(
+    nvme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "home" / "x y"
+    config = Config(nvme="~/x y", device="cpu", optimizer_state="nvme")
+    assert config.directories == (str(there),)
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(DirectoryError) as caught, infinity.init(config):
+        pass
+    subprocess.run(str(caught.value.cure), shell=True, check=True, timeout=20)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    assert infinity.save(optimizer, "~/saved") == str(tmp_path / "home" / "saved" / "step-0")
+    infinity.load(optimizer, "~/saved")
+    infinity.export(model, "~/model")
+    trace(optimizer, "~/trace.json")
+    infinity.close(optimizer)
+    assert sorted(p.name for p in (tmp_path / "home").iterdir()) == ["model", "saved", "trace.json", "x y"]
+    assert run(["clean", "~/x y"]) == 0
+    assert not (tmp_path / "~").exists()
+
+
+def trace(optimizer: torch.optim.Optimizer, path: str) -> None:
+    with infinity.trace(optimizer, path):
+        pass

@@ -88,7 +88,7 @@ def test_distributed_wrappers_are_refused_on_either_side(
         model, _ = wrapped(tmp_path)
         with pytest.raises(ReleasedParameterError, match="is released") as caught:
             fully_shard(model, mesh=mesh)
-        assert "after `infinity.unwrap(model)`" in str(caught.value.cure)
+        assert "to the model that `infinity.unwrap(model)` returns" in str(caught.value.cure)
         infinity.close(model)
         model, _ = wrapped(tmp_path)
         assert isinstance(fully_shard(infinity.unwrap(model), mesh=mesh), FSDPModule)  # the cure

@@ -14,12 +14,13 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import StorageError
-from infinity.optim import update
+from infinity.optim import chunk_io, update
+from infinity.optim.chunk_io import ChunkIO
 from infinity.params.param import PendingParameter
 
 from .command_line import python
 from .models import case
-from .offloaded import assert_same, config_for, train_offloaded
+from .offloaded import assert_same, config_for, train_offloaded, wrap_adamw
 from .quick import covering, quick
 from .reference import two_groups
 
@@ -184,6 +185,43 @@ def test_state_is_read_ahead_during_the_backward(tmp_path: Path) -> None:
         model.head.weight.mul_(0.5)  # state changes: what was read ahead is given up
     assert engine.updater.ahead == 0
     infinity.close(optimizer)
+
+
+def test_the_work_on_a_chunk_does_not_grow_with_what_is_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads under way are not looked through once for each chunk."""
+    looks: list[int] = []
+
+    class Watched(ChunkIO):
+        """Counts who asks which chunk it is."""
+
+        @property
+        def chunk(self) -> Any:
+            looks.append(self.__dict__["chunk"].id)
+            return self.__dict__["chunk"]
+
+        @chunk.setter
+        def chunk(self, chunk: Any) -> None:
+            self.__dict__["chunk"] = chunk
+
+    monkeypatch.setattr(chunk_io, "ChunkIO", Watched)
+    counts = []
+    for depth in (2, 16):
+        model: Any = nn.Linear(1024, 1536)
+        settings = {"update_depth": depth, "read_ahead_memory": 0, "device_memory": "64MiB"}
+        model, adam = wrap_adamw(model, config_for(tmp_path, **settings))
+        try:
+            model(torch.ones(1, 1024)).sum().backward()
+            looks.clear()
+            adam.step()
+            infinity.flush(adam)
+            chunks = engine_of(model).units[0].layout.trainable_chunks
+            assert len(chunks) > 16
+            counts.append(len(looks) / len(chunks))
+        finally:
+            infinity.close(adam)
+    assert counts[1] <= counts[0] + 2, counts
 
 
 def test_a_failing_update_surfaces_at_the_next_call_and_nobody_waits(

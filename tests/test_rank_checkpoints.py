@@ -360,11 +360,11 @@ PEFT = """
 import os, sys
 from pathlib import Path
 import torch, infinity
-from tests.test_export_peft import built, trained
+from tests.test_export_peft import on_tied_names, trained
 torch.set_num_threads(1)
 torch.manual_seed(3)
 folder = Path(sys.argv[1])
-model, adam = trained(built("lora"), folder / os.environ["RANK"], dtype="fp32")
+model, adam = trained(on_tied_names("embedding saved"), folder / os.environ["RANK"], dtype="fp32")
 infinity.export(model, folder / "alone")
 infinity.export(model, folder / "merged", merge_adapters=True)
 infinity.close(adam)
@@ -378,6 +378,7 @@ def test_adapters_of_several_ranks_are_exported_alone_and_merged(tmp_path: Path)
         folder = tmp_path / str(world)
         folder.mkdir()
         all_well(run_ranks(world, PEFT, str(folder), seconds=120))
-        files = [folder / name for name in ("alone/adapter_model.safetensors", "merged/model.safetensors")]
+        merged = ("merged/model.safetensors", "merged/config.json")
+        files = [folder / name for name in ("alone/adapter_model.safetensors", *merged)]
         found.append([path.read_bytes() for path in files])
     assert found[0] == found[1]

@@ -968,3 +968,75 @@ infinity.wrap(model, adam, config)
         assert "DivergenceError: the ranks run different versions" in err
         assert f"rank 0: infinity {infinity.__version__}, torch " in err
         assert "; rank 1: infinity 0.0.1, torch " in err
+
+
+EXPERTS = """
+import copy, json, os, sys
+import infinity, torch
+from torch import nn
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+settings, cases = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+
+
+class Expert(nn.Linear):
+    pass
+
+
+class MoE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(Expert(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for i in shares.argmax(-1).unique().tolist():
+            chosen = shares.argmax(-1) == i
+            used.add(i)
+            out[chosen] = self.experts[i](x[chosen]) * shares[chosen, i, None]
+        return x + out
+
+
+class Root(MoE):  # calls the experts itself
+    pass
+
+
+for units in cases:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), MoE(), nn.Tanh()) if units == ["MoE"] else Root()
+    model = copy.deepcopy(plain)
+    config = infinity.Config(**settings, units=units, rank_timeout=30)
+    model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), config)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
+    made, differ = torch.Generator().manual_seed(5), 0
+    for _ in range(4):
+        batches, sets = [torch.randn(2, 8, generator=made) for _ in range(world)], []
+        for batch in batches:
+            used = set()
+            (plain(batch).square().mean() / world).backward()
+            sets.append(used)
+        differ += sets[0] != sets[1]
+        model(batches[rank]).square().mean().backward()
+        for optimizer in (adam, reference):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert differ
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+    infinity.close(adam)
+"""
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("stage", [3, 2])
+def test_experts_that_the_data_choose(stage: int, tmp_path: Path) -> None:
+    """Each rank uses others: the cure is one unit of all of them."""
+    settings = json.dumps(settings_of(tmp_path, "nvme" if stage == 3 else "device", "fp32", zero_stage=stage))
+    for _, _, err in run_ranks(2, EXPERTS, settings, "[null]"):
+        assert "DivergenceError: ranks do different things" in err
+        assert 'Config(units=["MoE"])' in err
+        assert 'units=["experts"]' in err
+        assert "only the data may differ" not in err
+    all_well(run_ranks(2, EXPERTS, settings, '[["MoE"], ["experts"]]'))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dist_state
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import BudgetError, StateDictError
+from infinity.core.errors import BudgetError, StateDictError, WrapError
 from infinity.planning.footprint import Budget
 
+from .offloaded import ON_DEVICE, ON_HOST, ON_NVME
+from .ranks import all_well, run_ranks
 from .small_net import Wrapped, build, same, train
+from .whole import OPTIMIZERS, OWN, muon
 
 
 def test_state_dicts_travel_both_ways(config: infinity.Config) -> None:
@@ -59,3 +69,244 @@ def test_a_state_dict_that_does_not_fit_is_refused(config: infinity.Config) -> N
         optimizer.state_dict()
     assert len(model.state_dict()) > 0  # it fits the leases that nobody uses
     infinity.close(optimizer)
+
+
+def named(model: Any, optimizer: Any) -> dict[str, Any]:
+    """The state that `optimizer.state_dict()` gives, by names in place of numbers, as torch makes them."""
+    names = {p: name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return {names[params[i]]: values for i, values in optimizer.state_dict()["state"].items()}
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+PLACES = {"default": {}, "device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"full_state_dict": True},
+    {"full_state_dict": True, "cpu_offload": True},
+    {"flatten_optimizer_state_dict": True},
+)
+
+
+def placed(folder: Path, place: str, **settings: Any) -> infinity.Config:
+    settings = {"device": "cpu", "host_memory": "64MiB", **PLACES[place], **settings}
+    return infinity.Config(**settings, nvme=folder if place == "nvme" else None)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_torchs_distributed_state_dicts_are_no_step(place: str, tmp_path: Path) -> None:
+    """torch begins a state that is false by a step, at a rate of 0 and with gradients of 0."""
+    model, optimizer = infinity.wrap(*build(), placed(tmp_path, place))
+    for steps in (0, 2):
+        train(model, optimizer, steps)
+        before, weights = optimizer.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+        for options in OPTIONS:
+            flat = "flatten_optimizer_state_dict" in options
+            found = dist_state.get_optimizer_state_dict(
+                model, optimizer, options=dist_state.StateDictOptions(**options)
+            )
+            assert optimizer.steps == steps
+            assert equal(optimizer.state_dict(), before)
+            assert same(model.state_dict(), weights)
+            assert all(p.grad is None for p in model.parameters())
+            for name, values in named(model, optimizer).items():
+                for key, value in values.items():
+                    entry = found[f"state.{name}.{key}"] if flat else found["state"][name][key]
+                    assert torch.equal(entry, value), (name, key)
+            unused = found["state.unused.weight.step"] if flat else found["state"]["unused.weight"]["step"]
+            assert int(unused) == 0  # no step, but its name: a load reads what such a state dict names
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("place", "settings", "flat"),
+    [
+        *((place, {}, flat) for place in PLACES for flat in (False, True)),
+        *(("host", {"dtype": "bf16"}, flat) for flat in (False, True)),
+        *(("nvme", {"update": "delayed", "dtype": dtype}, True) for dtype in ("fp32", "bf16")),
+        ("host", {"update": "delayed"}, False),
+    ],
+)
+def test_a_distributed_checkpoint_goes_on_with_the_same_bits(
+    place: str, settings: dict[str, Any], flat: bool, tmp_path: Path
+) -> None:
+    """A new optimizer, which has made no step, takes all that the saved one had."""
+    config = placed(tmp_path / "nvme", place, **settings)
+    (tmp_path / "nvme").mkdir()
+    options = dist_state.StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def states() -> dict[str, Any]:
+        found = dist_state.get_state_dict(model, optimizer, options=options)
+        return dict(zip(("model", "optim"), found, strict=True))
+
+    model, optimizer = infinity.wrap(*build(), config)
+    train(model, optimizer, 3)
+    state = states()
+    dcp.save(state, checkpoint_id=tmp_path / "saved")
+    wanted = train(model, optimizer, 2), model.state_dict(), optimizer.state_dict()["state"]
+    infinity.close(optimizer)
+
+    model, optimizer = infinity.wrap(*build(seed=3), config)
+    optimizer.param_groups[0]["lr"] = 0.5
+    state = states()
+    dcp.load(state, checkpoint_id=tmp_path / "saved")
+    given = {"model_state_dict": state["model"], "optim_state_dict": state["optim"]}
+    if settings.get("update") == "delayed":  # torch's `set_state_dict` loads the optimizer first
+        with pytest.raises(StateDictError, match=r"model.load_state_dict\(…\) first"):
+            dist_state.set_state_dict(model, optimizer, **given, options=options)
+        infinity.flush(optimizer)
+        dist_state.set_model_state_dict(model, state["model"])
+        dist_state.set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
+    else:
+        dist_state.set_state_dict(model, optimizer, **given, options=options)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    found = train(model, optimizer, 2), model.state_dict(), optimizer.state_dict()["state"]
+    assert found[0] == wanted[0]
+    assert same(found[1], wanted[1])
+    assert equal(found[2], wanted[2])
+    infinity.close(optimizer)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_torchs_distributed_state_dicts_travel_both_ways(
+    options: dict[str, Any], config: infinity.Config
+) -> None:
+    reference, torch_optimizer = build()
+    train(reference, torch_optimizer)
+    del reference.unused  # without state in torch, whose own load refuses that
+    torch_optimizer.param_groups[0]["params"] = [*reference.parameters()]
+    fresh, fresh_optimizer = build(seed=9)
+    del fresh.unused
+    fresh_optimizer.param_groups[0]["params"] = [*fresh.parameters()]
+    model, optimizer = infinity.wrap(fresh, fresh_optimizer, config)
+    chosen = dist_state.StateDictOptions(**options)
+    for one, other in (((reference, torch_optimizer), (model, optimizer)), ((model, optimizer), None)):
+        given = dist_state.get_state_dict(*one, options=chosen)
+        if other is None:
+            other = build(seed=5)
+            del other[0].unused
+            other[1].param_groups[0]["params"] = [*other[0].parameters()]
+        dist_state.set_state_dict(
+            *other, model_state_dict=given[0], optim_state_dict=given[1], options=chosen
+        )
+        assert same(other[0].state_dict(), reference.state_dict())
+        for mine, theirs in zip(
+            other[1].state_dict()["state"].values(),
+            torch_optimizer.state_dict()["state"].values(),
+            strict=True,
+        ):
+            assert equal(mine, theirs)
+    infinity.close(optimizer)
+
+
+def test_the_optimizer_from_before_wrap_is_refused_and_keeps_its_rate(config: infinity.Config) -> None:
+    model, mine = build()
+    state = mine.state
+    model, optimizer = infinity.wrap(model, mine, config)
+    options = dist_state.StateDictOptions(flatten_optimizer_state_dict=True)
+    given = dist_state.get_optimizer_state_dict(model, optimizer, options=options)
+    for use in (
+        lambda: dist_state.get_optimizer_state_dict(model, mine),
+        lambda: dist_state.set_optimizer_state_dict(model, mine, given, options=options),
+    ):
+        with pytest.raises(WrapError, match="has taken over the state"):
+            use()
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert all(p.grad is None for p in model.parameters())
+    train(model, optimizer, 1)
+    infinity.unwrap(model)
+    assert mine.state is state
+
+
+def test_the_state_is_true_and_has_no_entries(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
+    assert optimizer.state
+    assert list(optimizer.state.items()) == []
+    assert optimizer.state.get(model.head.weight) is None
+    optimizer.state = optimizer.state  # as a context that puts it back does
+    assert [*optimizer.state[model.head.weight]] == ["step", "exp_avg", "exp_avg_sq"]
+    with pytest.raises(StateDictError, match="is on its tiers"):
+        optimizer.state[model.head.weight]["exp_avg"].zero_()
+    with pytest.raises(StateDictError, match="is on its tiers"):
+        optimizer.state[model.head.weight]["exp_avg"] = torch.zeros(())
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *OWN, "muon"])
+def test_every_rule_names_what_a_flat_state_dict_has(name: str) -> None:
+    options = dist_state.StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def made() -> Wrapped:
+        model = build()[0]
+        optimizer = {**OPTIMIZERS, **OWN, "muon": muon}[name](model.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of the speed of torch's own code
+            return infinity.wrap(model, optimizer, infinity.Config(device="cpu"))
+
+    model, optimizer = made()
+    train(model, optimizer, 1)
+    state = dist_state.get_optimizer_state_dict(model, optimizer)["state"]
+    for key, param in model.named_parameters():
+        assert {*optimizer.state[param]} == state[key].keys()
+    given = dist_state.get_optimizer_state_dict(model, optimizer, options=options)
+    other, back = made()
+    dist_state.set_optimizer_state_dict(other, back, given, options=options)
+    assert equal(back.state_dict()["state"], optimizer.state_dict()["state"])
+    infinity.close(optimizer)
+    infinity.close(back)
+
+
+ON_RANKS = """
+import json, sys
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dist_state
+import infinity
+from tests.small_net import build, same, train
+from tests.test_state_dicts import equal, named
+
+every = json.loads(sys.argv[2])
+config = infinity.Config(**json.loads(sys.argv[1]))
+model, optimizer = infinity.wrap(*build(), config)
+train(model, optimizer, 2)
+before, of_names, weights = optimizer.state_dict(), named(model, optimizer), model.state_dict()
+given = {}
+for number, options in enumerate(every):
+    chosen = dist_state.StateDictOptions(**options)
+    found = given[number] = dist_state.get_optimizer_state_dict(model, optimizer, options=chosen)
+    if dist.is_initialized() and dist.get_rank() and chosen.cpu_offload and chosen.full_state_dict:
+        assert found == {}, found.keys()  # what torch leaves on the first rank alone
+    elif not chosen.flatten_optimizer_state_dict:
+        assert all(equal(found["state"][name], values) for name, values in of_names.items())
+    assert equal(optimizer.state_dict(), before)
+assert optimizer.steps == 2
+wanted = train(model, optimizer, 1)
+infinity.close(optimizer)
+for number, options in enumerate(every):
+    model, optimizer = infinity.wrap(*build(seed=3), config)
+    if options.get("cpu_offload"):  # of the first rank, for all
+        options = {"full_state_dict": True, "broadcast_from_rank0": True}
+    chosen = dist_state.StateDictOptions(**options)
+    model.load_state_dict(weights)
+    dist_state.set_optimizer_state_dict(model, optimizer, given[number], options=chosen)
+    assert equal(optimizer.state_dict()["state"], before["state"])
+    assert train(model, optimizer, 1) == wanted
+    infinity.close(optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "count"), [("device", 1), pytest.param("nvme", len(OPTIONS), marks=pytest.mark.later)]
+)
+def test_torchs_distributed_state_dicts_on_ranks(place: str, count: int, tmp_path: Path) -> None:
+    settings = {"device": "cpu", "host_memory": "64MiB", **PLACES[place], "zero_stage": 3}
+    settings |= {"nvme": str(tmp_path)} if place == "nvme" else {}
+    arguments = json.dumps(settings), json.dumps(OPTIONS[:count])
+    all_well(run_ranks(2, ON_RANKS, *arguments, seconds=120, imports=[dist_state.__name__]))

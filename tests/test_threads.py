@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import threading
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,7 +64,80 @@ def test_who_waits_in_a_backward_of_its_own_waits_for_no_thread_that_has_ended()
         with turn.hold():
             pass
 
-    _engine_run_backward()
+    _in_torch(_engine_run_backward, torch.autograd.graph)()
+
+
+def _in_torch(function: Callable[[], None], module: types.ModuleType) -> Callable[[], None]:
+    """Return a function as if it stood in a module of torch."""
+    return types.FunctionType(function.__code__, vars(module), closure=function.__closure__)
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("_call_impl", torch.nn.modules.module),
+        ("torch_dynamo_resume_in__call_impl_at_1784", torch.nn.modules.module),
+        ("state_dict", torch.nn.modules.module),
+        ("_engine_run_backward", torch.autograd.graph),
+    ],
+)
+def test_only_torchs_own_functions_keep_the_lock(name: str, home: types.ModuleType) -> None:
+    """A function of the user's has any name: `restore_state_dict_and_retry`, after a backward that raised."""
+
+    def within() -> None:
+        lock = EngineLock(limit=2)
+        lock.enter("a backward that raised")
+        other = threading.Thread(target=waits, args=[lock], daemon=True)
+        other.start()
+        other.join(30)
+
+    def waits(lock: EngineLock) -> None:
+        try:
+            with lock.hold():
+                found.append("it went on")
+        except ThreadError as error:
+            found.append(error.found)
+
+    found: list[str] = []
+    for mine in (name, f"restore_{name}_and_retry"):
+        within.__code__ = within.__code__.replace(co_name=mine)
+        within()
+    assert found == ["it went on", "it went on"]
+    found.clear()
+
+    def torchs() -> None:
+        within()
+
+    torchs.__code__ = torchs.__code__.replace(co_name=name)
+    _in_torch(torchs, home)()
+    assert ["is inside" in what for what in found] == [True]
+
+
+def test_a_retry_by_any_name_holds_up_no_other_thread(tmp_path: Path) -> None:
+    this = case("gpt")
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path))
+    engine_of(model).deferral.lock._limit = 5.0
+    losses: list[float] = []
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise RuntimeError("a backward that raises")
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            losses.append(this.loss(model, this.batches[0]).item())
+
+    def restore_state_dict_and_retry() -> None:
+        loss = this.loss(model, this.batches[0])
+        loss.register_hook(stop)
+        with pytest.raises(RuntimeError, match="a backward that raises"):
+            loss.backward()
+        beside = threading.Thread(target=evaluate, daemon=True)
+        beside.start()
+        beside.join(60)
+
+    restore_state_dict_and_retry()
+    assert len(losses) == 1
+    infinity.close(optimizer)
 
 
 def _gathered(this: Any, model: Any, optimizer: Any) -> None:

@@ -312,3 +312,89 @@ def suggested(**settings: Any) -> int:
 def test_less_is_suggested_for_moments_in_fewer_bits() -> None:
     budgets = [suggested(optimizer_state_dtype=form) for form in ("fp32", "bf16", "8bit")]
     assert budgets[0] > budgets[1] > budgets[2]
+
+
+class Rotates(nn.Module):
+    """Multiplies by complex numbers, as such or (`pairs`) as pairs of real ones."""
+
+    def __init__(self, pairs: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        values = torch.randn(4, dtype=torch.complex64)
+        self.turn = nn.Parameter(torch.view_as_real(values).clone() if pairs else values)
+        self.pairs = pairs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turn = torch.view_as_complex(self.turn) if self.pairs else self.turn
+        x = torch.view_as_complex(self.first(x).view(-1, 4, 2))
+        return torch.view_as_real(x * turn).square().mean()
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
+def test_a_trained_complex_parameter_trains_as_the_error_says(tier: str, config: infinity.Config) -> None:
+    def trained(model: Any, optimizer: Any) -> list[float]:
+        drawn, losses = torch.Generator().manual_seed(1), []
+        for _ in range(5):
+            loss = model(torch.randn(3, 8, generator=drawn))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def made(pairs: bool) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Rotates(pairs)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    config = config.replace(parameters=tier, optimizer_state="host" if tier == "device" else tier)
+    model, optimizer = made(False)
+    with pytest.raises(WrapError, match=r"nn.Parameter\(torch.view_as_real\(p") as caught:
+        infinity.wrap(model, optimizer, config)
+    assert "torch.view_as_complex(p) in the forward" in str(caught.value.cure)
+    assert "buffer" not in str(caught.value.cure)
+    wanted = trained(model, optimizer)
+    plain, its_adam = made(True)
+    assert trained(plain, its_adam) == wanted  # in torch both have the same bits
+    assert torch.equal(torch.view_as_complex(plain.turn.detach()), model.turn.detach())
+    pairs, adam = infinity.wrap(*made(True), config)
+    assert trained(pairs, adam) == pytest.approx(wanted, rel=1e-5)
+    turned = torch.view_as_complex(pairs.state_dict()["turn"])
+    torch.testing.assert_close(turned, model.turn.detach(), rtol=1e-5, atol=1e-6)
+    infinity.close(adam)
+
+
+def test_a_frozen_complex_parameter_may_be_a_buffer(config: infinity.Config) -> None:
+    torch.manual_seed(0)
+    model = Rotates()
+    model.turn.requires_grad_(False)
+    adam = torch.optim.AdamW(model.first.parameters())
+    with pytest.raises(WrapError, match="make it a buffer"):
+        infinity.wrap(model, adam, config)
+    turn = model.turn.detach()
+    wanted = model(torch.ones(3, 8)).item()
+    del model.turn
+    model.register_buffer("turn", turn)
+    model, optimizer = infinity.wrap(model, adam, config)
+    assert model(torch.ones(3, 8)).item() == wanted
+    infinity.close(optimizer)
+
+
+def test_a_trained_sparse_parameter_is_made_dense(config: infinity.Config) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(8).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(self.weight, x).square().mean()
+
+    model = Sparse()
+    with pytest.raises(WrapError, match=r"p\.detach\(\)\.to_dense\(\)"):
+        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    model.weight = nn.Parameter(model.weight.detach().to_dense())
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    model(torch.ones(8, 2)).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["weight"], torch.eye(8))
+    infinity.close(optimizer)

@@ -7,14 +7,14 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from infinity.core.errors import ConfigError, DataError, StateDictError
-from infinity.params.param import plain_name
+from infinity.params.param import plain_name, sharded_of
 from infinity.storage.tensor_header import Spec
 
 from .gathered import gathered
@@ -116,6 +116,8 @@ def adapters_of(model: Any) -> list[Adapter]:
                         found=f"{key!r}, which PEFT computes from several tensors",
                         cure="merge_adapters=True",
                     )
+                if ".parametrizations." in key and tensor.is_meta:
+                    continue  # computed from another parameter, which is here as well
                 prefix = "" if hasattr(model, "get_base_model") or diffusers else "base_model.model."
                 value = by_id[id(tensor)] if tensor.is_meta else tensor.detach().cpu().clone()
                 sources[plain_name(prefix + key)] = value
@@ -156,7 +158,7 @@ class Merged:
     Attributes:
         specs: dtype and shape of each tensor, by its name in the base, in the order of the modules.
         sources: those that are tensors of the model; the others come from `layers`.
-        untied: whether the base has tied parameters of which one name alone is merged.
+        contents: a key for the values of each name of a parameter: equal for names that share them.
 
     Raises:
         ConfigError: PEFT cannot merge them.
@@ -165,14 +167,11 @@ class Merged:
     def __init__(self, model: Any, values: ModuleValues) -> None:
         self.sources: dict[str, torch.Tensor] = {}
         self.specs: dict[str, Spec] = {}
+        self.contents: dict[str, object] = {}
         self._values = values
-        self._layers: dict[str, nn.Module] = {}
-        self._bases: list[torch.Tensor] = []  # what adapters are merged into
+        self._layers: dict[str, tuple[nn.Module, set[str]]] = {}
         _check(model)
         self._visit("", base_of(model), set())
-        others = {id(t) for t in self.sources.values()}
-        bases = {id(t) for t in self._bases}
-        self.untied = len(bases) < len(self._bases) or not bases.isdisjoint(others)
 
     def _visit(self, prefix: str, module: nn.Module, seen: set[nn.Module]) -> None:
         """Go through the modules as PEFT does when it unloads them."""
@@ -192,11 +191,13 @@ class Merged:
         name = plain_name(name)
         self.sources[name] = value
         self.specs[name] = self._values.spec(name, value)
+        if isinstance(value, nn.Parameter):
+            self.contents[name] = id(value)
 
     def _add(self, prefix: str, module: nn.Module) -> None:
         """Find out what becomes of a layer, with a copy of it that has no values."""
-        given: dict[int, Any] = {id(b): b for b in module.buffers()}
-        origins = dict(given)
+        given = _computed(module) | {id(b): b for b in module.buffers()}
+        origins: dict[int, Any] = {id(b): b for b in module.buffers()}
         for param in module.parameters():
             dtype, shape = self._values.spec(prefix, param)
             given[id(param)] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), False)
@@ -208,26 +209,57 @@ class Merged:
             if origin is not None and not merges:  # a whole module that was trained in the place of another
                 self._stream(prefix + name, origin)
                 continue
-            self._layers[prefix] = module
-            self.specs[plain_name(prefix + name)] = value.dtype, tuple(value.shape)
-            if isinstance(origin, nn.Parameter):
-                self._bases.append(origin)
+            whole = plain_name(prefix + name)
+            self._layers.setdefault(prefix, (module, set()))[1].add(whole)
+            self.specs[whole] = value.dtype, tuple(value.shape)
+            self.contents[whole] = _ingredients(module), name
 
-    def layers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, values) of what adapters are merged into: one layer at a time is in memory, with what
-        PEFT needs to merge it."""
-        for prefix, module in self._layers.items():
-            yield from self._merge(prefix, module)
+    def layers(self, wanted: Container[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, values) of what adapters are merged into, if the name is wanted: one layer at a time
+        is in memory, with what PEFT needs to merge it."""
+        for prefix, (module, names) in self._layers.items():
+            if any(name in wanted for name in names):
+                merged = self._merge(prefix, module)
+                yield from ((name, value) for name, value in merged if name in wanted)
 
     def _merge(self, prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         values = self._values.read(module.parameters())
-        given: dict[int, Any] = {id(p): nn.Parameter(v, False) for p, v in values.items()}
+        given = _computed(module) | {id(p): nn.Parameter(v, False) for p, v in values.items()}
         for name, value in state_of(_unload(copy.deepcopy(module, given).cpu(), merge=True)).items():
             yield plain_name(prefix + name), value.detach()
 
 
 def _is_layer(module: Any) -> bool:
     return hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
+
+
+def _computed(layer: nn.Module) -> dict[int, Any]:
+    """Return, by id, what a copy of a layer has in the place of tensors that are plain attributes and that
+    autograd has computed: torch does not copy them. PEFT keeps such views of adapters that it ties."""
+    found: dict[int, Any] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            found[id(value)] = value.detach()
+        elif isinstance(value, dict):
+            for inner in value.values():
+                look(inner)
+
+    for module in layer.modules():
+        look({name: value for name, value in vars(module).items() if not name.startswith("_")})
+    return found
+
+
+def _ingredients(layer: nn.Module) -> tuple[object, ...]:
+    """Return what the merged values of a layer depend on: it is equal for layers that are tied, adapters and
+    all. PEFT ties adapters by parameters of their own over the same memory, which may be transposed."""
+
+    def place(param: nn.Parameter) -> object:
+        if sharded_of(param) is not None or not param.numel():
+            return id(param)
+        return param.untyped_storage().data_ptr(), param.storage_offset(), param.numel()
+
+    return frozenset(map(place, layer.parameters())), str(vars(layer).get("scaling"))
 
 
 def _unload(layer: Any, *, merge: bool) -> nn.Module:

@@ -31,6 +31,7 @@ from infinity.core.errors import (
     ParameterError,
     StateDictError,
 )
+from infinity.core.paths import local_path
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.deferral import Deferral
@@ -44,6 +45,7 @@ from infinity.storage.tensor_header import DTYPES
 from infinity.storage.tensor_layout import joined
 from infinity.version import __version__
 
+from . import ties
 from .engine import Engine
 
 Progress = Callable[[int, int], None]
@@ -110,9 +112,9 @@ def settle(engine: Engine) -> None:
                 found="a block that is still open",
                 cure="leave `with infinity.gathered(...)` first",
             )
-        engine.edits.check_unseen()
-        engine.edits.check_delayed()
-        edited = engine.edits.found()
+        looked = engine.edits.check_unseen()
+        engine.edits.check_delayed(looked)
+        edited = engine.edits.found(looked)
     engine.edits.agree(edited, engine.residency)
     engine.edits.adopt_all(found=edited)
 
@@ -194,10 +196,10 @@ def wrong_index(path: str, error: Exception) -> CorruptionError:
 
 
 def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: str = "directory") -> str:
-    """Return a path as a string.
+    """Return a path as a string, with the user's directory in the place of "~".
 
     Raises:
-        ConfigError: the path is empty, or is not a path.
+        ConfigError: the path is empty, is not a path, or is an address (s3://…).
     """
     try:
         name = os.fsdecode(path)
@@ -215,7 +217,7 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: st
             found=repr(path),
             cure=f'"{example}"',
         )
-    return name
+    return local_path(name, f"the path of the {example} {kind}", example)
 
 
 def elements_here(engine: Engine, *, own: bool = False) -> dict[ShardedParam, int]:
@@ -292,9 +294,9 @@ def buffers_of(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def texts_of(model: Any) -> dict[str, str]:
+def texts_of(model: Any, contents: Mapping[str, object] | None = None) -> dict[str, str]:
     """Return what a model of transformers, diffusers or timm says of itself, by the name of the file that has
-    it there; of a model of PEFT what its base says."""
+    it there; of a model of PEFT what its base says. `contents`: see `ties.contents_of`; None: the model's."""
     inner = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     if isinstance(getattr(inner, "peft_config", None), dict) and hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
@@ -305,6 +307,7 @@ def texts_of(model: Any) -> dict[str, str]:
             texts[f"{name}.json"] = str(to_json())
     if "config.json" in texts:
         values = {**json.loads(texts["config.json"]), "architectures": [type(inner).__name__]}
+        values = ties.corrected(inner, values, ties.contents_of(inner) if contents is None else contents)
         texts["config.json"] = json.dumps(values, indent=2, sort_keys=True) + "\n"
     elif callable(getattr(inner, "register_to_config", None)) and callable(
         getattr(inner, "to_json_string", None)

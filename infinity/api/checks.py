@@ -116,7 +116,9 @@ def check_model(
                 f"the parameter {name!r} cannot be offloaded",
                 expected="dense floating-point parameters",
                 found=f"{param.dtype}, {param.layout}",
-                cure="make it a buffer",
+                cure=_dense(param)
+                if param.requires_grad
+                else "make it a buffer, which is not trained either",
             )
         if optimizer is not None and not param.is_meta and _overlaps_itself(param.detach()):
             raise WrapError(
@@ -169,6 +171,17 @@ def check_model(
     if not first:
         _check_attributes(model)
     return groups
+
+
+def _dense(param: nn.Parameter) -> str:
+    """Return what to write for a trained parameter that is complex or sparse."""
+    if param.layout is not torch.strided:
+        return "before you build the optimizer, make it dense: nn.Parameter(p.detach().to_dense())"
+    return (
+        "before you build the optimizer, make it pairs of real numbers, nn.Parameter(torch.view_as_real("
+        "p.detach()).clone()), and use torch.view_as_complex(p) in the forward; torch trains a complex "
+        "parameter as such pairs"
+    )
 
 
 def _is_muon(optimizer: torch.optim.Optimizer | None) -> bool:
@@ -257,6 +270,10 @@ def _overlap(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, 
     return bool(looked_at.any())
 
 
+def _is_transpose(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.ndim == 2 and first.shape == second.shape[::-1] and first.stride() == second.stride()[::-1]
+
+
 def _refuse(
     first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor], buffers: list[str]
 ) -> None:
@@ -272,6 +289,7 @@ def _refuse(
             f"`model.{param}.detach()`; or, to keep the current values, give it a copy: p.detach().clone()",
         )
     same = begin == other_begin and data.shape == other_data.shape and data.dtype == other_data.dtype
+    transposed = begin == other_begin and data.dtype == other_data.dtype and _is_transpose(data, other_data)
     raise WrapError(
         f"the parameters {name!r} and {other!r} share memory, but are not one Parameter",
         expected="parameters with memory of their own; shared values as one Parameter in both places",
@@ -280,6 +298,10 @@ def _refuse(
         cure=(
             f"make them one Parameter (`b.weight = a.weight`, with {name!r} for a.weight), or "
             if same
+            else f"to keep them tied, make {other!r} the transpose of {name!r} by "
+            "torch.nn.utils.parametrize, before you build the optimizer: `docs/libraries.md` has the lines, "
+            "under PEFT; to untie them, "
+            if transposed
             else ""
         )
         + f"give {other!r} values of its own: nn.Parameter(p.detach().clone())",

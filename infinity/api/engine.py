@@ -48,7 +48,7 @@ from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.params.uses import Uses
-from infinity.planning.footprint import LEAST_BUFFERS, Footprint, footprint
+from infinity.planning.footprint import LEAST_BUFFERS, Footprint, demand, within
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import alignment_of, moments_of, plan_chunks
 from infinity.planning.placement import assign
@@ -152,32 +152,35 @@ class Engine:
             self.matrix_owners.be_punctual()
         if config.independent_replicas:
             claim_directories(comm, config)
-        cut, whole = config.elements_per_chunk, config.zero_stage == 0
-        aligned = alignment_of(config)
-        layouts = partition(units, cut, rank=comm.rank, world=comm.world, replicated=whole, alignment=aligned)
-        placements = config.placements
-        assignment = assign(
-            layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
-        )
-        files = None
-        if weights is not None:
-            files = find_places([u for u in layouts if assignment.copies[u.index] is Tier.NVME], weights)
-        moments = moments_of(rule.moments if rule is not None else (), config)
-        plans = plan_chunks(
-            layouts,
-            assignment,
-            moments,
-            staged=device.staged,
-            delayed=config.update == "delayed",
-            split=config.split_master,
-            places=files.places if files is not None else None,
-        )
         self.budget = budget_here(config, device, comm)
         sets = [s.working_set for s in scopes]
-        try:
-            self.footprint: Footprint = footprint(
-                layouts, plans, sets, config, self.budget, staged=device.staged
+        whole, aligned, placements = config.zero_stage == 0, alignment_of(config), config.placements
+        moments = moments_of(rule.moments if rule is not None else (), config)
+        sizes = config.chunk_sizes(staged=device.staged)
+        for size in sizes:
+            layouts = partition(
+                units, size, rank=comm.rank, world=comm.world, replicated=whole, alignment=aligned
             )
+            assignment = assign(
+                layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
+            )
+            files = None
+            if weights is not None:
+                files = find_places([u for u in layouts if assignment.copies[u.index] is Tier.NVME], weights)
+            plans = plan_chunks(
+                layouts,
+                assignment,
+                moments,
+                staged=device.staged,
+                delayed=config.update == "delayed",
+                split=config.split_master,
+                places=files.places if files is not None else None,
+            )
+            wanted = demand(layouts, plans, sets, config, staged=device.staged)
+            if size == sizes[-1] or wanted.leaves_room(config, self.budget):
+                break
+        try:
+            self.footprint: Footprint = within(wanted, config, self.budget, staged=device.staged)
         except BudgetError as error:
             if comm.world == 1:
                 add_cure(error, units, sets, moments, config, device)

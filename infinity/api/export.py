@@ -27,6 +27,7 @@ from infinity.storage.shards import Shards
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Spec
 
+from . import ties
 from .adapters import Merged, adapted_name, adapters_of, adapts_itself, base_of, has_adapters
 from .checkpoint import (
     Progress,
@@ -300,30 +301,32 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None, limit: int, merge: b
         return _adapters(inner, values)
     merged = Merged(inner, values) if merge else None
     if merged is not None:
-        inner, sources, specs = base_of(inner), merged.sources, merged.specs
+        inner, sources, specs, contents = base_of(inner), merged.sources, merged.specs, merged.contents
     else:
         sources = {plain_name(name): value for name, value in state_of(inner).items()}
         specs = {name: values.spec(name, value) for name, value in sources.items()}
-    tied = _tied(inner, sources)
+        contents = ties.contents_of(inner)
+    texts = texts_of(inner, contents)
+    config = json.loads(texts[_CONFIG]) if _CONFIG in texts else {}
+    tied = ties.left_out(inner, contents, untied=ties.is_untied(config))
+    if tied is None:
+        tied = _tied(inner, sources)
     dropped = {*tied, *(getattr(inner, "_keys_to_ignore_on_save", None) or ())}
     sources = {name: value for name, value in sources.items() if name not in dropped}
+    specs = {name: spec for name, spec in specs.items() if name not in dropped}
 
     def fill(shards: Shards) -> None:
         values.write(shards, sources)
-        for name, value in merged.layers() if merged is not None else ():
+        for name, value in merged.layers(specs) if merged is not None else ():
             if values.is_first:
                 shards.write(name, 0, value)
 
-    specs = {name: spec for name, spec in specs.items() if name not in dropped}
     if dtype is None:
         floating = (d for d, _ in specs.values() if d.is_floating_point)
         given = values.engine.config.compute_dtype if values.engine is not None else None
         dtype = given or next(floating, None)
-    texts = texts_of(inner)
-    config = json.loads(texts[_CONFIG]) if _CONFIG in texts else {}
     if _CONFIG in texts and library_of(config) == "transformers":
-        untied = {"tie_word_embeddings": False} if merged is not None and merged.untied else {}
-        texts[_CONFIG] = _edited({**config, **untied}, dtype)
+        texts[_CONFIG] = _edited(config, dtype)
     return _Content([_part_of(config, specs, fill, limit, tied)], texts)
 
 
@@ -427,6 +430,11 @@ def _of_checkpoint(
             cast = entry.dtype.is_floating_point and stem == "parameters" and dtype
             specs[plain_name(name)] = cast or entry.dtype, entry.shape
             sources[plain_name(name)] = file, name
+    tied = {plain_name(alias): plain_name(name) for alias, name in tied.items()}
+    if config is not None and ties.is_untied(config):  # then each name has to be in the files
+        specs |= {alias: specs[name] for alias, name in tied.items()}
+        sources |= {alias: sources[name] for alias, name in tied.items()}
+        tied = {}
 
     def fill(shards: Shards) -> None:
         memory = torch.empty(_PIECE, dtype=torch.uint8)
@@ -438,7 +446,6 @@ def _of_checkpoint(
                 file.read(saved, first, piece)
                 shards.write(name, first, piece)
 
-    tied = {plain_name(alias): plain_name(name) for alias, name in tied.items()}
     return _Content([_part_of(config or {}, specs, fill, limit, tied)], texts)
 
 

@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -29,6 +28,7 @@ from infinity.core.config import Config
 from infinity.core.errors import DataError
 from infinity.core.optional import broken, optional
 from infinity.hardware.aio import Ring
+from infinity.params.discover import fp32_patterns
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Entry
 from infinity.storage.weights import FileTensor, Weights
@@ -152,14 +152,7 @@ def _in_dtype(model: Any, dtype: torch.dtype) -> nn.Module:
 def kept(model: Any, dtype: torch.dtype, *, parameters: bool = True) -> frozenset[str]:
     """Return the names of the parameters, or of the buffers, that the model's library leaves in fp32 in a
     model that is loaded in `dtype`."""
-    patterns: list[str] = []
-    if hasattr(model, "register_to_config") and dtype is torch.bfloat16:  # diffusers
-        patterns += map(re.escape, getattr(model, "_keep_in_fp32_modules", None) or [])
-    if dtype is torch.float16:
-        patterns += getattr(model, "_keep_in_fp32_modules", None) or []
-    if dtype in (torch.float16, torch.bfloat16):
-        patterns += getattr(model, "_keep_in_fp32_modules_strict", None) or []
-    searched = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    searched = fp32_patterns(model, dtype)
     tensors = model.named_parameters(remove_duplicate=False) if parameters else model.named_buffers()
     names = (name for name, tensor in tensors if tensor.is_floating_point())
     return frozenset(name for name in names if any(s.search(name) for s in searched))
@@ -213,7 +206,7 @@ def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib
             continue
         if any(sum(p.numel for p in each) != param.numel() for each in found):
             raise other_shape(directory, first, param.shape, "another number of elements")
-        if not all(_equal(found[0], other) for other in found[1:]):
+        if not all(same_values(found[0], other) for other in found[1:]):
             return None  # they are not tied after all
         pieces |= dict.fromkeys(names, found[0])
     if lacking:
@@ -284,14 +277,14 @@ def named(model: nn.Module) -> Iterator[tuple[str, list[str], nn.Parameter]]:
         yield each[0], each, param
 
 
-def _equal(first: Sequence[FileTensor], second: Sequence[FileTensor]) -> bool:
+def same_values(first: Sequence[FileTensor], second: Sequence[FileTensor]) -> bool:
     """Return whether two parameters' values are the same, bit for bit."""
     if [(p.numel, p.dtype) for p in first] != [(p.numel, p.dtype) for p in second]:
         return False
-    return all(_same_values(a, b) for a, b in zip(first, second, strict=True))
+    return all(_same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _same_values(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
+def _same(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
     ours, theirs = (torch.empty(min(count, first.numel), dtype=first.dtype) for _ in range(2))
     for begin in range(0, first.numel, count):
         numel = min(count, first.numel - begin)
@@ -486,6 +479,17 @@ def other_shape(directory: str, name: str, expected: Sequence[int], found: objec
         expected=[*expected],
         found=found,
         cure="check config.json",
+    )
+
+
+def not_tied(directory: str, names: Sequence[str], there: Sequence[str]) -> DataError:
+    """Return the error for names that the model ties, and that have different values in its directory."""
+    return DataError(
+        f"the model ties {', '.join(map(repr, names[:_SHOWN]))}, and their values in {directory!r} differ",
+        expected="the same values for names that are tied; or a model in which they are not",
+        found=f"the values of {', '.join(map(repr, there[:_SHOWN]))} differ",
+        cure="build the model with tie_word_embeddings=False in its configuration, and call "
+        f"infinity.inference(model, config, weights={directory!r})",
     )
 
 

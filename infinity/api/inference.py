@@ -260,15 +260,18 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
     pieces: dict[str, list[FileTensor]] = {}
     lacking = []
     for first, names, param in hugging_face.named(model):
-        name = next((saved[n] for n in names if n in saved), None)
-        if name is None:
+        there = list(dict.fromkeys(saved[n] for n in names if n in saved))
+        if not there:
             lacking.append(first)
             continue
-        entry = file.entries[name]
-        if entry.shape != tuple(param.shape):
-            raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
-        file.places(name, 0, entry.nbytes)  # it is all here
-        parts = [FileTensor(file, name, entry.numel)]
+        for name in there:
+            entry = file.entries[name]
+            if entry.shape != tuple(param.shape):
+                raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
+            file.places(name, 0, entry.nbytes)  # it is all here
+        parts, *others = ([FileTensor(file, name, file.entries[name].numel)] for name in there)
+        if not all(hugging_face.same_values(parts, other) for other in others):
+            raise hugging_face.not_tied(found.path, names, there)
         pieces |= {each: parts for each in names}
     if lacking:
         raise hugging_face.missing(found.path, lacking, saved)

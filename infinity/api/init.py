@@ -40,6 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.core.config import Config
 from infinity.core.errors import DirectoryError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to
+from infinity.core.system_errors import cure, reason
 from infinity.hardware.comm import numbers
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.machine import LEAST_SCRATCH, roomiest
@@ -212,9 +213,12 @@ class ScratchFile:
                 offset=offset,
                 nbytes=length,
                 expected=f"{length} more bytes: room for the whole model as it is built",
-                found=f"{os.strerror(error.errno or 0)}, after {offset} bytes",
-                cure="name a directory in nvme= (without one: in TMPDIR) that has room for the model as "
-                "it is built, and for what is placed there",
+                found=f"{reason(error.errno)}, after {offset} bytes",
+                cure=cure(
+                    error.errno,
+                    "name a directory in nvme= (without one: in TMPDIR) that has room for the model as "
+                    "it is built, and for what is placed there",
+                ),
             ) from error
         self.end = offset + length
         protection = mmap.PROT_READ | mmap.PROT_WRITE

@@ -25,8 +25,8 @@ def metrics(thing: object) -> dict[str, float]:
       step.
     - ``efficiency(%)``: the share of the step in which the busiest resource was busy: compute (time that is
       neither a stall nor in `step()`), a drive, or the update. A trace computes it from bandwidths.
-    - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm;
-      0.0 if no update was delayed.
+    - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm. The
+      engine measures it in the first chunk of each unit, in 65,536 elements. 0.0 if no update was delayed.
 
     The optimizer's state dict saves and restores ``steps`` and ``skipped_steps``: those whose
     gradients were not finite, with fp16 or `Config.skip_nonfinite`.

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any, Final, TextIO
 
 from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.paths import local_path
 from infinity.core.sizes import Tier
 from infinity.core.spans import FORMAT, LIMIT, Recording, Span, Time, span_cost
 from infinity.hardware.tuned import bandwidths
@@ -85,7 +86,7 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
             found=limit,
             cure="leave limit out",
         )
-    path = os.fspath(path)
+    path = local_path(os.fspath(path), "the trace", "trace.json")
     if os.path.isdir(path):
         raise _unwritable(path, IsADirectoryError(errno.EISDIR, path))
     _check_replaceable(path)

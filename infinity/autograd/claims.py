@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-from infinity.core.stack import frames
+from infinity.core.stack import frames, is_module_call
 from infinity.params.discover import Scope
 from infinity.params.residency import Residency
 from infinity.params.uses import Use, UseKind
@@ -77,7 +77,7 @@ class Claims:
         """Be a guest until the module call under way is over; return its frame for `part`, or None if no
         other thread holds the engine lock."""
         for frame in frames():
-            if frame.f_code.co_name == "_call_impl":
+            if is_module_call(frame):
                 break
         return frame if self._lock.join(frame) else None
 

@@ -204,6 +204,8 @@ class Hooks:
         `address`: the code asks for an address in their memory, which the engine cannot count.
         Return whether the units are loaded."""
         if self._phases.state is TrainingState.IDLE:
+            if self._phases.closed:
+                self._phases.check()  # raises what to do then
             return False
         if not in_backward() and self._phases.claims.want_as_guest(units, newest=self._phases.newest):
             return True

@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 
 from infinity.core.errors import ConfigError
+from infinity.core.paths import local_path
 from infinity.core.sizes import parse_size
 
 Decorator = Callable[[Any], Any]
@@ -37,7 +38,7 @@ def named(_: click.Context, parameter: click.Parameter, path: str) -> str:
             found="''",
             cure="name the directory; '.' is this one",
         )
-    return path
+    return local_path(path, parameter.human_readable_name.strip("[.]"), "/mnt/nvme/run1")
 
 
 def _absolute(

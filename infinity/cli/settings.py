@@ -33,6 +33,7 @@ import click
 
 from infinity.core.config import Config, Directories, Size, Tiers, unknown_setting
 from infinity.core.errors import ConfigError, InfinityError
+from infinity.core.paths import local_path
 from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 from infinity.planning.parts import ADAM
@@ -175,6 +176,8 @@ class TrainSettings:
             _wrong("train", "seed", "at least 0, and below 2^64", self.seed)
         if self.output == "":
             _wrong("train", "output", "a directory", self.output)
+        if self.output is not None:
+            local_path(self.output, "--output", "runs/1")
         for name in ("output", "save_every", "save_minutes", "resume"):
             if getattr(self, name) and not self.save:
                 _wrong("train", name, "a run that saves (without --no-save)", getattr(self, name))

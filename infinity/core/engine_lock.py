@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Final
 
 from .errors import ThreadError
-from .stack import frames, frames_of_others, has_frames
+from .stack import frames, frames_of_others, has_frames, is_backward, is_called, is_state_dict
 from .waiting import POLL, Bell
 
 _PAUSE: Final = 1e-4
@@ -185,11 +185,6 @@ class EngineLock:
                 )
 
 
-#: Parts of the names of torch's functions inside of which a thread has a use that `reset` ends.
-_BACKWARD: Final = "_engine_run_backward"
-_CALLS: Final = ("_call_impl", _BACKWARD, "state_dict")
-
-
 #: The lock that each thread waits for, by its number.
 _WAITING: dict[int, EngineLock] = {}
 
@@ -206,7 +201,7 @@ def _waits_for(waiting: int, who: int) -> bool:
 
 def is_inside(ident: int | None = None) -> bool:
     """Return whether a thread (None: this one) is inside of a forward, a backward or a state dict."""
-    return any(name in frame.f_code.co_name for frame in frames(ident) for name in _CALLS)
+    return is_called(ident) or any(is_backward(f) or is_state_dict(f) for f in frames(ident))
 
 
 def _is_started_here(ident: int) -> bool:
@@ -217,7 +212,7 @@ def _is_started_here(ident: int) -> bool:
 
 def _others_go_back(who: int) -> bool:
     """Return whether another thread than `who` is inside of a backward."""
-    return any(_BACKWARD in frame.f_code.co_name for frame in frames_of_others(who))
+    return any(map(is_backward, frames_of_others(who)))
 
 
 def _name(ident: int) -> str:

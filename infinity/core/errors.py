@@ -208,6 +208,12 @@ class ClosedError(InfinityError, RuntimeError):
     """The engine, or one of its parts, is closed or belongs to another process."""
 
 
+#: The cure of uses of a model in a fork of the process that wrapped it: a fork has no thread of the engine.
+OF_A_FORK = (
+    "use the model in the process that wrapped it; this process is a fork, and may wrap a separate model"
+)
+
+
 class ThreadError(InfinityError, RuntimeError):
     """Another thread holds the engine lock for too long, or two threads wait for each other."""
 

@@ -15,6 +15,7 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
 
 
 def frames(ident: int | None = None) -> Iterator[FrameType]:
@@ -59,25 +60,59 @@ _BEGUN_IN = os.path.abspath(os.curdir) if os.path.isdir(os.curdir) else os.sep
 _LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__file__)))
 
 
+#: The modules of torch that have the functions below.
+_MODULES: Final = "torch.nn.modules.module"
+_GRAPH: Final = "torch.autograd.graph"
+_DISTRIBUTED: Final = "torch.distributed.checkpoint.state_dict"
+
+
+def _is_of(frame: FrameType, home: str, name: str) -> bool:
+    """Return whether a frame is one of torch's own functions, of the module `home`, with `name` in its name.
+    A user's function may have any name. Code that Dynamo makes of a function stays in its module, with a
+    longer name (`torch_dynamo_resume_in__call_impl_at_…`)."""
+    return name in frame.f_code.co_name and frame.f_globals.get("__name__") == home
+
+
+def is_module_call(frame: FrameType) -> bool:
+    """Return whether a frame is torch's function that calls a module's forward and hooks."""
+    return frame.f_code.co_name == "_call_impl" and _is_of(frame, _MODULES, "_call_impl")
+
+
+def is_backward(frame: FrameType) -> bool:
+    """Return whether a frame is torch's function that runs a backward."""
+    return _is_of(frame, _GRAPH, "_engine_run_backward")
+
+
+def is_state_dict(frame: FrameType) -> bool:
+    """Return whether a frame is a function of torch that makes or loads the state dict of a module."""
+    return _is_of(frame, _MODULES, "state_dict")
+
+
+def is_for_checkpoint() -> bool:
+    """Return whether torch's functions for distributed checkpoints (`get_optimizer_state_dict`,
+    `get_state_dict`, and what they call in a load) make a state dict of an optimizer on this thread."""
+    return any(_is_of(frame, _DISTRIBUTED, "_get_optim_state_dict") for frame in frames())
+
+
 def calls_of(module: object) -> int:
     """Return how many calls of a module are on this thread's stack."""
-    return sum(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames())
+    return sum(is_module_call(f) and f.f_locals.get("self") is module for f in frames())
 
 
-def is_called() -> bool:
-    """Return whether this thread is in a call of any module."""
-    return any("_call_impl" in frame.f_code.co_name for frame in frames())
+def is_called(ident: int | None = None) -> bool:
+    """Return whether a thread (None: this one) is in a call of any module."""
+    return any(_is_of(frame, _MODULES, "_call_impl") for frame in frames(ident))
 
 
 def is_outermost(module: object) -> bool:
     """Return whether this thread is in exactly one call of `module`, and in no call of another module."""
     count = 0
     for frame in frames():
-        if "_call_impl" not in frame.f_code.co_name:
+        if not _is_of(frame, _MODULES, "_call_impl"):
             continue
         if frame.f_locals.get("self") is not module:
             return False
-        count += frame.f_code.co_name == "_call_impl"
+        count += is_module_call(frame)
     return count == 1
 
 

@@ -8,7 +8,8 @@ import resource
 from typing import Final
 
 _LIMITS: Final = {
-    errno.EFBIG: ("the limit on the size of a file: ulimit -f", None, 1),  # or the file system's own
+    # In the unit of bash. A process without this limit has met that of the file system.
+    errno.EFBIG: ("the limit on the size of a file: ulimit -f", resource.RLIMIT_FSIZE, 1024),
     errno.EMFILE: ("the limit on open files of a process: ulimit -n", resource.RLIMIT_NOFILE, 1),
     errno.ENFILE: ("the limit on open files of the system: sysctl fs.file-max", None, 1),
     errno.EDQUOT: ("the quota of this user on that file system", None, 1),
@@ -34,6 +35,8 @@ def _limit(number: int | None) -> str:
     """Return the limit that an error number names, and what it is now; "": it names none."""
     if number == errno.ENOMEM and _now(*_MEMORY[1:]):
         return _MEMORY[0] + _now(*_MEMORY[1:])
+    if number == errno.EFBIG and not _now(*_LIMITS[errno.EFBIG][1:]):  # type: ignore[arg-type]
+        return ""
     text, limit, unit = _LIMITS.get(number or 0, ("", None, 1))
     return text if limit is None else text + _now(limit, unit)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from . import locks
-from .errors import ClosedError
+from .errors import OF_A_FORK, ClosedError
 
 #: No sleep is longer than this, so that an interrupt arrives (seconds).
 POLL: Final = 0.1
@@ -58,8 +58,8 @@ class Bell:
                 "this process cannot wait for work of its parent process",
                 expected="a call in the process that wrapped the model",
                 found=f"process {os.getpid()}, a fork of process {self._pid}",
-                cure="wrap a separate model in this process; or fork while the engine is idle, after "
-                "`infinity.flush`",
+                cure=f"{OF_A_FORK}; or fork while no update is under way, after `infinity.flush(optimizer)`: "
+                "then a fork reads parameters that are on the device",
             )
         if locks.checking:
             locks.may_wait()

@@ -114,17 +114,19 @@ class _Shown(torch.Tensor):
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         found = [a for a in _flat((*args, *kwargs.values())) if isinstance(a, _Shown)]
+        # Once: the host waits for a number that is on a device.
+        number = _number(args[1]) if handler in (_mul, _foreach_mul) else None
+        given = args if number is None else (args[0], number)
         if handler is not _same:
             for shown in found:
                 shown.of.check()
                 # torch's clipping multiplies by one where it clips nothing.
-                is_by_one = handler in (_mul, _foreach_mul) and _number(args[1]) == 1.0
-                if (func._schema.is_mutable and not is_by_one) or _accumulates():
+                if (func._schema.is_mutable and number != 1.0) or _accumulates():
                     shown.of.source.check_unused(shown.of.sharded)
             _check_graph(func, found)
         answer = NotImplemented
         if handler is not None and any(isinstance(shown, ShardedGrad) for shown in found):
-            answer = handler(*args, **kwargs)
+            answer = handler(*given, **kwargs)
         for general in (_view, _read):
             if answer is NotImplemented:
                 answer = general(func, args, kwargs)
@@ -393,7 +395,9 @@ def _foreach_norm(grads: list[Any], ord: float = 2, dtype: Any = None) -> Any:
         if not isinstance(grad, ShardedGrad):
             found.append(torch.linalg.vector_norm(grad, ord, dtype=dtype))
         elif ord == 2:
-            found.append(torch.tensor(next(norms), dtype=dtype or torch.float32, device=grad.device))
+            # On a device `torch.tensor` would wait for it. A float32 may be too small for a norm: Inf.
+            value = torch.full((), next(norms), dtype=torch.float64, device=grad.device)
+            found.append(value.to(dtype or torch.float32))
         else:
             value = torch.linalg.vector_norm(grad.source.full(grad), ord)
             found.append(value.to(device=grad.device, dtype=dtype or torch.float32))

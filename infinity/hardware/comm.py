@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 from infinity.core import locks
 from infinity.core.at_exit import arm, at_end
-from infinity.core.errors import ClosedError, ConfigError, DivergenceError, RankError
+from infinity.core.errors import OF_A_FORK, ClosedError, ConfigError, DivergenceError, RankError
 from infinity.core.sizes import MiB
 from infinity.version import __version__
 
@@ -598,8 +598,8 @@ class Ranks(Comm):
     def _usable(self) -> None:
         if self._closed:
             raise ClosedError(
-                "the ranks' connection was closed, or this process is a fork of a rank",
-                cure="create a new engine on every rank",
+                "this process is a fork of a rank" if _is_fork else "the ranks' connection was closed",
+                cure=OF_A_FORK if _is_fork else "wrap a model again, on every rank",
             )
         self.check()
         if self._error is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from infinity.core.errors import ClosedError
+from infinity.core.errors import OF_A_FORK, ClosedError
 from infinity.core.threads import start
 from infinity.core.waiting import POLL, Latch
 
@@ -160,7 +160,7 @@ class HostStream:
                 f"the stream {self.name!r} is not usable",
                 expected="an open stream of this process",
                 found="a closed one" if self._closed else "a forked process",
-                cure="wrap the model again in this process",
+                cure="wrap a model again" if self._closed else OF_A_FORK,
             )
         task = Task(call)
         self._queue.put(task)

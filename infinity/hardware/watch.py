@@ -603,10 +603,15 @@ def differences(told: Sequence[Mapping[str, str]]) -> str:
 
 def diverged(said: Sequence[str]) -> DivergenceError:
     """Return the error that names what each rank is about to do; `said`: by rank."""
+    layers = any("of unit '" in words for words in said)
     return DivergenceError(
         "ranks do different things",
         found=by_rank(said),
-        cure="run the same code in the same order on every rank; only the data may differ",
+        cure="run the same layers in the same order on every rank; where the data choose layers, as with "
+        'experts, make all of these one unit: Config(units=["MoE"]) with the class of the module whose '
+        'forward chooses, or units=["experts"] with the name of their ModuleList'
+        if layers
+        else "make the same calls in the same order on every rank",
     )
 
 

@@ -27,7 +27,7 @@ from infinity.hardware.deferral import deferred, in_backward
 from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
-from infinity.params.unit import Look, ParamUnit, differing, looks
+from infinity.params.unit import Look, ParamUnit, changes, looks
 from infinity.params.updates import Updates
 
 from .chunk_io import Tiers
@@ -109,8 +109,8 @@ class Behind:
         """
         units = [u for u in self._residency.cache.forward_order() if u.layout.trainable_chunks]
         self._residency.check_blocks(unit.index for unit in units)
-        self._edits.check_unseen()
-        self._edits.adopt_all(found=self._edits.found())
+        looked = self._edits.check_unseen()
+        self._edits.adopt_all(found=self._edits.found(looked))
         self._options = self._optimizer.options()
         self._came.clear()
         self._looks.clear()
@@ -257,9 +257,13 @@ class Behind:
         for sharded in self._options:
             if sharded.param.grad is not None and sharded not in self._updates.used.get(sharded.unit, ()):
                 return self._wrong_gradient(sharded, "one that came later")
-        if edited := differing(self._looks):
-            return self._edited(edited[0], _INSIDE)
-        if edited := self._edits.found():
+        later = self._edits.looks()
+        differ = changes([*self._looks, *later])  # one wait for both
+        inside, after = differ[: len(self._looks)], differ[len(self._looks) :]
+        if any(inside):
+            return self._edited(self._looks[inside.index(True)].param, _INSIDE)
+        looked = {look.param for look, changed in zip(later, after, strict=True) if changed}
+        if edited := self._edits.found(looked):
             return self._edited(edited[0], "between the last backward and `step()`")
         return None
 

@@ -21,7 +21,7 @@ from infinity.hardware.ranks import Comm
 from infinity.params.given import Given
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
-from infinity.params.unit import ParamUnit, UnitState, unseen
+from infinity.params.unit import Look, ParamUnit, UnitState, differing, looks, unseen
 from infinity.params.uses import Use, UseKind
 
 from .chunk_io import Tiers
@@ -74,13 +74,23 @@ class Edits:
         self._states = states
         self.given = Given(staged=tiers.device.staged)
 
-    def check_delayed(self) -> None:
+    def looks(self) -> list[Look]:
+        """Look at the watched parameters on the device; the host does not wait for it."""
+        return looks(unit for unit in self._tiers.units if unit.on_device and not unit.writers)
+
+    def look(self) -> set[ShardedParam]:
+        """Return the watched parameters on the device whose values are others than they were made. The device
+        reads all of them, and the host waits for that: a call looks once, and hands on what it found."""
+        return {*differing(self.looks())}
+
+    def check_delayed(self, looked: Collection[ShardedParam] | None = None) -> None:
         """Raise if a parameter on the device was edited in place while a newer version of it waits to
-        come to the front: the edit was made to values that are about to go."""
-        for unit in self._tiers.units:
-            if not unit.on_device or not self._tiers.publisher.is_newer(unit):
-                continue
-            unit.check_edited(newer=True)
+        come to the front: the edit was made to values that are about to go. `looked`: what `look` found."""
+        newer = [u for u in self._tiers.units if u.on_device and self._tiers.publisher.is_newer(u)]
+        if looked is None:
+            looked = {*unseen(unit for unit in newer if not unit.writers)}
+        for unit in newer:
+            unit.check_looked(looked, newer=True)
             if edited := [p for p in unit.params if p.param._version != p.version]:
                 raise ParameterChangedError(
                     f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
@@ -89,10 +99,12 @@ class Edits:
                     cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
                 )
 
-    def found(self) -> list[ShardedParam]:
-        """Return the parameters on the device that were edited."""
+    def found(self, looked: Collection[ShardedParam] | None = None) -> list[ShardedParam]:
+        """Return the parameters on the device that were edited. `looked`: what `look` found."""
         here = [unit for unit in self._tiers.units if unit.on_device]
-        looked = {*unseen(unit for unit in here if not unit.look and not unit.writers)}
+        if looked is None:
+            looked = self.look()
+        looked = {p for unit in here if not unit.look for p in unit.params if p in looked}
         return [p for unit in here for p in unit.params if p in looked or p.param._version != p.version]
 
     @deferred
@@ -123,18 +135,25 @@ class Edits:
             )
 
     @deferred
-    def check_unseen(self, *, unwraps: bool = False) -> None:
+    def check_unseen(self, *, unwraps: bool = False) -> set[ShardedParam]:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
         master, without the edit. Where it is not placed on the device, edits that torch does not count are
         found only with ``Config(check_edits=True)``. Or if a copy was that a state dict gave out. `unwraps`:
-        data of another shape, as of a resized layer, is no edit: the cure for it is to unwrap the model."""
+        data of another shape, as of a resized layer, is no edit: the cure for it is to unwrap the model.
+        Return what `look` finds."""
         self.given.check()
         for unit in self._tiers.units:
-            if unit.on_device and not unit.writers:
-                for sharded in unit.params:
-                    if not unwraps or sharded.param.shape == sharded.spec.shape:
-                        sharded.check(unit.storage)
-            unit.check_edited(newer=self._tiers.publisher.is_newer(unit))
+            if not unit.on_device:
+                unit.check_edited()
+                continue
+            for sharded in unit.params if not unit.writers else ():
+                if not unwraps or sharded.param.shape == sharded.spec.shape:
+                    sharded.check(unit.storage)
+        looked = self.look()
+        for unit in self._tiers.units:
+            if unit.on_device:
+                unit.check_looked(looked, newer=self._tiers.publisher.is_newer(unit))
+        return looked
 
     @deferred
     def adopt_all(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,20 +19,49 @@ from .rules import Rule, foreign
 OURS = "infinity"  # the key of a state dict for what torch has no place for
 
 
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise StateDictError(
+        "the optimizer's state is on its tiers, and not in `optimizer.state`",
+        expected="`optimizer.state_dict()` and `optimizer.load_state_dict(…)`",
+        found="a use of `optimizer.state`",
+        cure="read `optimizer.state_dict()`; to reset the state, load it with an empty state: "
+        "`optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})`",
+    )
+
+
 class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
-    """The type of `optimizer.state`: empty, because the state is on its tiers. A read or a reset raises an
-    error that says what to write."""
+    """The type of `optimizer.state`: without entries, because the state is on its tiers. A read or a reset
+    raises an error that says what to write.
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise StateDictError(
-            "the optimizer's state is on its tiers, and not in `optimizer.state`",
-            expected="`optimizer.state_dict()` and `optimizer.load_state_dict(…)`",
-            found="a use of `optimizer.state`",
-            cure="read `optimizer.state_dict()`; to reset the state, load it with an empty state: "
-            "`optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})`",
-        )
+    It is true: torch's functions for distributed checkpoints take a false one for state that has not begun,
+    and begin it by a step. `optimizer.state[param]` has the names of what a state dict has of a parameter, by
+    which these functions sort the entries of a flat state dict.
+    """
 
-    __missing__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+    names: Callable[[nn.Parameter], Iterable[str]] = staticmethod(_refuse)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, param: nn.Parameter) -> Any:
+        return _Names(self.names(param))
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+class _Names(Mapping[str, Any]):
+    """What `optimizer.state[param]` has: names, without values."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    __getitem__ = __setitem__ = __delitem__ = _refuse
 
 
 @contextmanager

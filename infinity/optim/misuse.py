@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -24,11 +24,22 @@ from infinity.core.errors import (
     WrapError,
 )
 from infinity.core.stack import frames
+from infinity.params.instead import cure_of_pickling
 from infinity.params.param import ReleasedParameter, any_sharded, sharded_of
 
 _CURE = (
     "use the optimizer that `wrap` returned, `model, optimizer = infinity.wrap(model, optimizer, config)`; a "
     "Trainer takes it with optimizers=(optimizer, scheduler)"
+)
+#: What to do in place of a copy of a wrapped object, and of a pickle of it.
+_COPIED = (
+    "for an average of weights (EMA, SWA) copy the model before `wrap`, and later copy its newest values "
+    "into that copy, `infinity.copy_to(model, plain)`; or copy its `state_dict()`; or turn the model into a "
+    "plain one, `infinity.unwrap(model)`, and copy that"
+)
+_PICKLED = (
+    "save its `state_dict()`, and load that into a newly built one; or turn the model into a plain one, "
+    "`infinity.unwrap(model)`, and pickle that"
 )
 
 
@@ -66,16 +77,29 @@ def _refuse_state(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
     )
 
 
+class _Taken(defaultdict[Any, Any]):
+    """What the optimizer from before `wrap` has as its `state`, if that was empty. It is true: torch's
+    functions for distributed checkpoints would begin a false one by a step at a rate of 0. The step raises an
+    error, and would leave that rate in the groups, which our optimizer has, too."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, param: Any) -> NoReturn:
+        _refuse_state(self.optimizer)
+
+
 def refuse_copies(name: str, *_: Any) -> NoReturn:
     """Raise the error of `copy.deepcopy`, `pickle` and `torch.save` of what `wrap` returned, a `name`."""
     raise ReleasedParameterError(
         f"a wrapped {name} cannot be copied or pickled: the object does not hold its values",
         expected="`state_dict()`, which holds them",
         found="copy.deepcopy, pickle or torch.save of the object itself",
-        cure="for an average of weights (EMA, SWA) copy the model before `wrap`, and later copy its newest "
-        "values into that copy, `infinity.copy_to(model, plain)`; or save or copy its `state_dict()` and "
-        "load that into a newly built one; or turn the model into a plain one, `infinity.unwrap(model)`, and "
-        "copy that",
+        cure=_COPIED
+        if any(frame.f_globals.get("__name__") == "copy" for frame in frames())
+        else cure_of_pickling(_PICKLED),
     )
 
 
@@ -160,22 +184,29 @@ class _Trap:
         )
 
 
-class _Prepared:
-    """What accelerate takes for its mark of a model that it has seen, and leaves as it is."""
+class Prepared:
+    """What accelerate takes for its mark of a model or an optimizer that it has seen, and leaves as it is."""
 
     def __bool__(self) -> bool:
         state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
         mixed = state().mixed_precision if state is not None and state._shared_state else "no"
         if mixed != "no":
+            wanted = "fp16" if mixed == "fp16" else "bf16"
             raise PrecisionError(
                 f"accelerate cannot run a wrapped model with mixed precision {mixed}",
                 expected='mixed_precision="no": the engine casts, and not torch.autocast',
                 found=f"mixed_precision={mixed!r}",
-                cure='set the compute dtype with Config(dtype="bf16"); turn mixed precision off in '
-                "accelerate "
-                "or in the Trainer",
+                cure=f'set the compute dtype with Config(dtype="{wanted}"); turn mixed precision off in '
+                "accelerate or in the Trainer",
             )
         return True
+
+
+def is_between_steps() -> bool:
+    """Return whether accelerate accumulates gradients, so that an optimizer which it prepared makes no step
+    and drops no gradients."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and not state().sync_gradients
 
 
 def _to(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +249,9 @@ def guard(
             optimizer.register_state_dict_pre_hook(_refuse_state),
             optimizer.register_load_state_dict_pre_hook(_refuse_state),
         ]
+        if not (state := optimizer.state):
+            optimizer.state = _Taken()
+            optimizer.state.optimizer = optimizer
     modules = [m for m in model.modules() if next(m.parameters(), None) is not None]
     for module in model.modules() if optimizer is None else ():
         module.__dict__["train"] = functools.partial(_train, module)
@@ -228,11 +262,13 @@ def guard(
     model.__dict__[_DDP] = _Trap()
     model.__dict__["to"] = functools.partial(_to, model)
     if ranks:
-        model.__dict__[_PREPARED] = _Prepared()
+        model.__dict__[_PREPARED] = Prepared()
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
+        if optimizer is not None:
+            optimizer.state = state
         for module in modules:
             for name in ("__reduce_ex__", "__deepcopy__"):
                 module.__dict__.pop(name, None)

@@ -21,15 +21,17 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
+from infinity.core.stack import is_for_checkpoint
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
 from infinity.params.eager import eager
+from infinity.params.instead import cure_of_library
 from infinity.params.param import ShardedParam
 
 from .behind import Behind, Parts
 from .loading import OURS, NoState, counts_of, hooked, match
-from .misuse import is_guard, refuse_alone, refuse_copies
+from .misuse import Prepared, is_between_steps, is_guard, refuse_alone, refuse_copies
 from .rules import Rule
 from .state_io import bump
 from .update import ParamUpdate, chunk_updates
@@ -94,6 +96,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._state = NoState()
+        self._state.names = self._names
         # Those of steps are the same ones: a handle removes them, wherever they were registered. The wrapped
         # optimizer refuses state dicts, by hooks of ours.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -118,6 +121,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False  # the last one; accelerate's name, by which schedulers wait
+        self._of_accelerate = False
         self._steps = 0
         self._unfinished: list[Any] = []  # what the closure returned to a step that was made, and raised
         self._resumed: int | None = None  # the steps that a state dict had, if one was loaded
@@ -126,12 +130,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
-        """Empty: the state is on its tiers, and `state_dict()` reads it."""
+        """Without entries: the state is on its tiers, and `state_dict()` reads it."""
         return self._state
 
     @state.setter
     def state(self, value: object) -> None:
-        if self._sealed:
+        if self._sealed and value is not self._state:
             self._state.clear()  # says what to write
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -171,6 +175,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             OutOfMemoryError: this update, or the one before, ran out of memory; the error names the unit.
         """
         start = time.perf_counter()
+        if self._of_accelerate and is_between_steps():
+            return None
         if self.behind is not None:
             self.behind.check_outside("`step()`")
         if self._unfinished and not self._is_new():
@@ -196,6 +202,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
             vars(wrapped)["_opt_called"] = True  # a scheduler of that optimizer warns where it is missing
         self._seams.stepped(time.perf_counter() - start)
         return loss
+
+    # [Note: prepared by accelerate] accelerate puts an optimizer of its own around one that it prepares, with
+    # a copy of the whole state. That one neither asks ours whether a step was skipped nor has `scale`. So
+    # `prepare` finds ours marked as prepared, and takes it as it is; it does what accelerate's would do.
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """What accelerate asks first when it prepares an optimizer."""
+        self._of_accelerate = bool(Prepared())
+        return self._of_accelerate
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """What accelerate sets at the end."""
+
+    @property
+    def optimizer(self) -> OffloadOptimizer:
+        """What accelerate asks a prepared optimizer for, when it looks for that of a scheduler: this one."""
+        if not self._of_accelerate:  # some libraries go on until an optimizer has no other inside
+            raise AttributeError("optimizer")
+        return self
 
     def _is_new(self) -> bool:
         """Return whether there are gradients that no step has used."""
@@ -233,16 +260,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _start_update(self) -> None:
         with told(self._comm):
-            present = self._check_step()
+            present, looked = self._check_step()
         changing = {s.unit for s in present}
         self._scaled = False
         self._gradients.stepped()
-        edited = self._edits.found()
+        edited = self._edits.found(looked)
         agree_on_step(self._comm, present, self.param_groups)
         self._edits.agree(edited, self._residency, changing)
         norm = self._norm(present)
         self.grad_norm = norm
-        self._edits.check_delayed()
+        self._edits.check_delayed(looked)
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
         self.step_was_skipped = self._skips and not math.isfinite(norm)
@@ -281,13 +308,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._good_steps = 0
                 self._gradients.rescale(min(self._gradients.scale * 2, 2.0**24))
 
-    def _check_step(self) -> list[ShardedParam]:
-        """Return the parameters that have a gradient; raise where a step cannot be made."""
+    def _check_step(self) -> tuple[list[ShardedParam], set[ShardedParam]]:
+        """Return the parameters that have a gradient, and what a look at the parameters on the device found;
+        raise where a step cannot be made."""
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             self.rule.check(group, f"param group {index}")
         present = self._present()
         self._residency.check_blocks({s.unit for s in present})
-        self._edits.check_unseen()
+        looked = self._edits.check_unseen()
         if self._fp16 and present and not self._scaled and self._gradients.are_new:
             raise PrecisionError(
                 "the fp16 gradients come from a loss that was not scaled",
@@ -295,7 +323,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 found="`loss.backward()`",
                 cure="scale the loss, or train in bf16",
             )
-        return present
+        return present, looked
 
     @property
     def delaying(self) -> bool:
@@ -331,6 +359,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; with ``set_to_none=False`` set them to zero, so that `step` updates their
         parameters all the same."""
+        if self._of_accelerate and is_between_steps():
+            return
         self.deferral.wait_interrupted()  # a step that an interrupt left under way has its gradients
         if self.behind is not None:
             self.behind.check_stepped("`zero_grad()`")
@@ -367,7 +397,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "you cannot add a param group after `wrap`",
                 expected="all groups in the optimizer that you pass to `wrap`",
                 found="add_param_group",
-                cure="build the optimizer with all its groups, then call `wrap`",
+                cure=cure_of_library(
+                    "give the optimizer all groups before `wrap`; after `wrap` freeze what it does not train "
+                    "yet, `requires_grad_(False)`, and unfreeze it later"
+                ),
             )
         super().add_param_group(param_group)
 
@@ -461,20 +494,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._comm.world > 1 and not all(u.layout.whole for u in self._residency.units):
             refuse_alone("state dict of the optimizer")
         self._seams.finish()
-        self._states.check_room()
-        self._edits.check_unseen()
-        self._edits.check_delayed()
-        self._edits.adopt_all()
+        # What reads a distributed checkpoint reads what such a state dict names, and nothing else: one of an
+        # optimizer that has made no step names all that a later one has.
+        whole = is_for_checkpoint()
+        self._states.check_room(always=whole)
+        looked = self._edits.check_unseen()
+        self._edits.check_delayed(looked)
+        self._edits.adopt_all(found=self._edits.found(looked))
         try:
             kept = [s for s in self._params.values() if s.spec.trainable]
-            two = {*self._states.fronts()}
-            kept = [s for s in kept if s.step or s.spec.dtype is not torch.float32 or s in two]
-            for sharded, values in self._states.read(kept).items():
+            two = {*self._states.fronts(always=whole)}
+            kept = [s for s in kept if whole or s.step or s.spec.dtype is not torch.float32 or s in two]
+            for sharded, values in self._states.read(kept, two).items():
                 dict.__setitem__(self.state, sharded.param, values)
             state = super().state_dict()
         finally:
             dict.clear(self.state)
         return {**state, OURS: self.counts()}
+
+    def _names(self, param: nn.Parameter) -> list[str]:
+        """Return the names of what a state dict for a distributed checkpoint has of a parameter."""
+        sharded = self._params.get(param)
+        if sharded is None or not sharded.spec.trainable:
+            return []
+        two = self._residency.has_two_versions
+        names = ["step", *self._states.kinds_of(sharded)]
+        names += ["master"] if two or sharded.spec.dtype is not torch.float32 else []
+        names += ["front"] if two else []
+        group = next((g for g in self.param_groups if any(p is param for p in g["params"])), self.defaults)
+        names += [*self.rule.counters_of(0, {}, group), *self.rule.factors_of({}, sharded.spec.shape)]
+        return names
 
     def counts(self) -> dict[str, float]:
         """Return counts that torch's optimizers do not have: steps, skipped steps, and with fp16 the loss

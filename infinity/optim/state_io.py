@@ -134,23 +134,24 @@ class States:
             found += [unit.params[i] for i in sorted({s.param for c in chunks for s in c.segments})]
         return found
 
-    def fronts(self) -> list[ShardedParam]:
+    def fronts(self, *, always: bool = False) -> list[ShardedParam]:
         """Return whose front a state dict has: every trainable parameter's, or none's. Which of them share a
-        chunk with one that has two versions is nothing that a user can see. No update may be under way."""
-        if not self.with_front():
+        chunk with one that has two versions is nothing that a user can see. No update may be under way.
+        `always`: also where every front is the newest version, if updates are delayed."""
+        if not (always and self._residency.has_two_versions) and not self.with_front():
             return []
         return [p for unit in self._tiers.units for p in unit.params if p.spec.trainable]
 
-    def check_room(self) -> None:
-        """Raise `BudgetError` unless the whole optimizer state fits what the host budget leaves. No update
-        may be under way."""
+    def check_room(self, *, always: bool = False) -> None:
+        """Raise `BudgetError` unless the whole optimizer state (`always`: with all fronts) fits what the host
+        budget leaves. No update may be under way."""
         nbytes = 0
         for chunk in (c for unit in self._tiers.units for c in unit.layout.trainable_chunks):
             plan = self._tiers.plans[chunk.id]
             sections = sum(m.block == 1 for m in plan.moments) + (not plan.copy_is_master)
             # In fp32, whatever they are kept in.
             nbytes += sections * ceil_to(chunk.section_nbytes, ALIGNMENT)
-        nbytes += sum(s.spec.numel * s.spec.dtype.itemsize for s in self.fronts())
+        nbytes += sum(s.spec.numel * s.spec.dtype.itemsize for s in self.fronts(always=always))
         if nbytes > self.room:
             raise _no_room(nbytes, self.room)
 
@@ -380,11 +381,14 @@ class States:
                 lease.release()
 
     @deferred
-    def read(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, dict[str, torch.Tensor]]:
+    def read(
+        self, params: Sequence[ShardedParam], fronts: Collection[ShardedParam] | None = None
+    ) -> dict[ShardedParam, dict[str, torch.Tensor]]:
         """Return step, exp_avg, exp_avg_sq (and master, unless the compute dtype is fp32; and master and
-        front, where that may not be the newest version: the two go together) of each."""
+        front, where that may not be the newest version: the two go together) of each. `fronts`: of which
+        parameters it has a front, in place of those."""
         self.quiesce()
-        fronts = {*self.fronts()}
+        fronts = {*(self.fronts() if fronts is None else fronts)}
         values: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         for sharded in params:
             more = ("master",) if sharded.spec.dtype is not torch.float32 or sharded in fronts else ()

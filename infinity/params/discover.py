@@ -14,10 +14,12 @@ do not take for released parameters. They are scopes, too, which load the parame
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,6 +29,9 @@ from infinity.core.sizes import ITEMSIZES, dtype_name
 from infinity.planning.partition import ParamSpec, matched
 
 from .param import plain_name
+
+#: What adapters put between a layer's name and its parameters.
+_INSERTED: Final = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 @dataclass
@@ -211,16 +216,10 @@ def param_specs(
     trainable = [plain_name(n) for m in members for n, p in m.params.items() if p.requires_grad]
     fp32 = matched(fp32_moments, trainable)
     trains = any(id(p) in groups and p.requires_grad for member in members for p in member.params.values())
-    # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
-    keep = {
-        id(p)
-        for m in model.modules()
-        if isinstance(m, nn.modules.batchnorm._BatchNorm)
-        for p in m.parameters(recurse=False)
-    }
+    keep = set() if dtype is None else _fp32_in(model, dtype)
 
     def precision_of(name: str, param: nn.Parameter) -> str:
-        if name in kept or (dtype is not None and id(param) in keep):
+        if name in kept or id(param) in keep:
             return "fp32"
         return _own_precision(name, param, trains) if dtype is None else dtype_name(dtype)
 
@@ -239,6 +238,38 @@ def param_specs(
         ]
         for member in members
     ]
+
+
+def _fp32_in(model: nn.Module, dtype: torch.dtype) -> set[int]:
+    """Return the ids of the parameters that are fp32 in a model that computes in `dtype`."""
+    found: set[int] = set()
+    for module in model.modules():
+        # BatchNorm keeps running statistics with its weights: torch's own autocast leaves them fp32.
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            found.update(map(id, module.parameters(recurse=False)))
+        if patterns := fp32_patterns(module, dtype):
+            for name, param in module.named_parameters():
+                if any(pattern.search(_INSERTED.sub("", plain_name(name))) for pattern in patterns):
+                    found.add(id(param))
+    return found
+
+
+def fp32_patterns(module: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
+    """Return patterns for the names of the tensors that a module's class wants in fp32 in a model that
+    computes in `dtype`. Such a class has the attributes of transformers: `_keep_in_fp32_modules` (for fp16)
+    and `_keep_in_fp32_modules_strict` (for fp16 and bf16). A model of diffusers has the first, for both."""
+    modules, strict = (
+        value if isinstance(value := getattr(module, name, None), (list, tuple, set, frozenset)) else ()
+        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    )
+    patterns: list[str] = []
+    if hasattr(module, "register_to_config") and dtype is torch.bfloat16:  # diffusers
+        patterns += map(re.escape, modules)
+    if dtype is torch.float16:
+        patterns += modules
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns += strict
+    return [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
 
 
 def _own_precision(name: str, param: nn.Parameter, trains: bool) -> str:

@@ -14,6 +14,7 @@ parameters that it updates, so that a graph from before the step fails as it doe
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from infinity.planning.partition import ParamSpec
 
 from . import subclass
 from .eager import eager
+from .instead import cure_of, cure_of_pickling, said, writes_to
 
 _T: Any = torch.Tensor
 
@@ -71,11 +73,6 @@ _METADATA: set[Any] = {
     torch._has_compatible_shallow_copy_type,
 }
 _BACKWARDS: set[Any] = {torch.autograd.grad, torch.autograd.backward, _T.backward}
-_CURE = (
-    "read or edit it inside `with infinity.gathered(params):` (write=True to edit), resize it or merge "
-    "adapters into it after `infinity.unwrap(model)`; build a trainer that copies adapters, as TRL's "
-    "GRPOTrainer does with beta > 0, with the plain model, and then `wrap` the trainer's model"
-)
 
 
 def traced_error(found: str) -> ParameterError:
@@ -118,11 +115,18 @@ class ReleasedParameter(nn.Parameter):
             return func(*args, **kwargs)  # all are there, and have their classes
         if any(str(f.f_globals.get("__name__")).startswith("torch.export.") for f in frames()):
             raise traced_error("torch.export")
+        target = _walk(writes_to(func, args, kwargs))
+        edits = any(isinstance(value, ReleasedParameter) for value in target)
+        sharded = sharded_of(released[0])
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
-            found=f"{getattr(func, '__qualname__', getattr(func, '__name__', func))} on a released parameter",
-            cure=_CURE,
+            found=f"{said(func)} on a released parameter",
+            cure=cure_of(
+                edits=edits,
+                others=not edits and target != [None],
+                forked=sharded is not None and sharded.pid != os.getpid(),
+            ),
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -142,7 +146,7 @@ class ReleasedParameter(nn.Parameter):
             f"the parameter {name_of(self)!r} cannot be serialized while it is released",
             expected="`model.state_dict()`",
             found="an attempt to serialize the module or the parameter itself",
-            cure="save `model.state_dict()`",
+            cure=cure_of_pickling("save `model.state_dict()`"),
         )
 
 
@@ -353,6 +357,7 @@ class ShardedParam:
         self.index = index
         self.cls = type(param)
         self.given_dtype = param.dtype  # at `wrap`
+        self.pid = os.getpid()  # a fork has the parameter, and no engine
         self.on_wait: Callable[[], None] | None = None  # waits for the unit's values, restores the class
         self.on_detach: Callable[[], torch.Tensor] | None = None
         self.on_copy: Callable[[torch.Tensor], None] | None = None

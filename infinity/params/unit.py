@@ -304,13 +304,21 @@ class ParamUnit(UnitMemory):
             if self.state in IDLE_STATES and self.edited():
                 self.invalidate()
             return
-        if not (self.look or newer):
+        if self.look or newer:
+            self.check_looked(self._unseen(), newer=newer)
+
+    def check_looked(self, looked: Collection[ShardedParam], *, newer: bool = False) -> None:
+        """`check_edited` of a unit that is placed here, after a look at its values: `looked` are the
+        parameters with other values than they were made."""
+        if self.writers or not (self.look or newer):
             return
         cure = "edit inside such a block; to keep this edit, enter one with the parameter and leave it"
         if newer:
             cure = "call `infinity.flush`, which drops the edit, then edit inside such a block"
-        if edited := self.edited():
-            raise _edit_of(edited[0], "where torch does not count it", cure)
+        for sharded in self.params:
+            counted = sharded.current_version != sharded.version or not sharded.in_place(self.storage)
+            if sharded in looked and not counted:
+                raise _edit_of(sharded, "where torch does not count it", cure)
 
     def wait_loaded(self) -> None:
         """LOADING → LOADED: wait until the values are there: the device does (on a CPU, the host). Raises
@@ -519,19 +527,22 @@ def looks(units: Iterable[ParamUnit]) -> list[Look]:
     return found
 
 
-def differing(found: Sequence[Look]) -> list[ShardedParam]:
-    """Return the parameters whose values were others than they were made, whether torch counts that or not.
-    Waits for the device once."""
+def changes(found: Sequence[Look]) -> list[bool]:
+    """Return of each look whether the values were others than they were made, whether torch counts that or
+    not. Waits for the device once."""
     if found and isinstance(found[0].known, torch.Tensor):
         known, now = (torch.stack(sums) for sums in zip(*((at.known, at.now) for at in found), strict=True))
-        differ = (known != now).tolist()
-    else:
-        differ = [look.known != look.now for look in found]
-    return [look.param for look, changed in zip(found, differ, strict=True) if changed]
+        return (known != now).tolist()
+    return [look.known != look.now for look in found]
+
+
+def differing(found: Sequence[Look]) -> list[ShardedParam]:
+    """Return the parameters of looks that have found `changes`."""
+    return [look.param for look, changed in zip(found, changes(found), strict=True) if changed]
 
 
 def unseen(units: Iterable[ParamUnit]) -> list[ShardedParam]:
-    """Look at the watched parameters of `units`, and return those that `differ`."""
+    """Look at the watched parameters of `units`, and return those that are `differing`."""
     return differing(looks(units))
 
 

@@ -42,6 +42,8 @@ _LOAD_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
 LEAST_BUFFERS = {"load": 1, "update": 1, "gradient": 2, "matrix": 1}
 _GRADIENT_BUFFERS = 4
+#: Larger chunks are taken where their least leases are no more than this share of the free host memory.
+_LEASES_SHARE = 16
 #: What activations get where nothing is said: at most this, so that a large machine starts quickly
 #: (pinned memory is taken at once), and no more than this share of what the least leases leave.
 _ACTIVATIONS_MOST = 16 * GiB
@@ -148,6 +150,13 @@ class Demand:
             + ceil_to(int(config.activation_memory or 0), ALIGNMENT),
         )
 
+    def leaves_room(self, config: Config, budget: Budget) -> bool:
+        """Return whether the run can begin within `budget`, and its leases are small beside what that leaves:
+        what else takes host memory (activations, state dicts, state that is read ahead) misses nothing."""
+        least, leases = self.least_budget(config), sum(q.nbytes for q in self.least.values())
+        left = budget.host - (least.host - leases)
+        return least.device <= budget.device and leases * _LEASES_SHARE <= left
+
     def _on_device(self) -> dict[str, int]:
         more = {
             "units in use": self.working,
@@ -196,24 +205,6 @@ def whole_mebibytes(nbytes: int) -> str:
 def room(nbytes: int) -> str:
     """Return a size for a person who has to make room: whole GiB from ten on, no fewer than `nbytes`."""
     return whole_mebibytes(nbytes) if nbytes < 10 * GiB else f"{-(-nbytes // GiB)}GiB"
-
-
-def footprint(
-    layouts: Sequence[UnitLayout],
-    plans: Sequence[ChunkParts],
-    working_sets: Sequence[Sequence[int]],
-    config: Config,
-    budget: Budget,
-    *,
-    staged: bool,
-) -> Footprint:
-    """Return what a run takes within `budget`. See `demand` for the arguments, `plan_chunks` for `staged`.
-
-    Raises:
-        BudgetError: the run cannot fit; names the tier, the bytes needed and had, and the cure.
-    """
-    wanted = demand(layouts, plans, working_sets, config, staged=staged)
-    return within(wanted, config, budget, staged=staged)
 
 
 def demand(

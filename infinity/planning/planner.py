@@ -161,11 +161,10 @@ class Planner:
         self._layouts: dict[tuple[int, int, bool, int], tuple[UnitLayout, ...]] = {}
         self._demands: dict[Hashable, Demand] = {}
 
-    def demand(self, config: Config, machine: Machine) -> Demand:
-        """Return what a run of `config` takes, whatever its budgets are."""
+    def demand(self, config: Config, machine: Machine, size: int) -> Demand:
+        """Return what a run of `config` takes with chunks of `size`, whatever its budgets are."""
         placed = tuple(tuple(config.placements[kind].items()) for kind in KINDS)
         weights = machine.weights if len(machine.drives) > 1 else ()
-        size = config.elements_per_chunk
         depths = config.update_depth, config.read_ahead_memory
         stage = config.zero_stage
         cut = size, machine.ranks, stage == 0, alignment_of(config)
@@ -220,8 +219,13 @@ class Planner:
                 the host.
             checkpoints: how many come to stand at once, in the machine's `output`.
         """
-        wanted = self.demand(config, machine)
-        budget, needs = machine.budget(config), wanted.least_budget(config)
+        budget = machine.budget(config)
+        *larger, least_size = config.chunk_sizes(staged=machine.staged)
+        demands = (self.demand(config, machine, size) for size in larger)
+        wanted = next((each for each in demands if each.leaves_room(config, budget)), None)
+        if wanted is None:
+            wanted = self.demand(config, machine, least_size)
+        needs = wanted.least_budget(config)
         here, sharing = budget.host_ranks, budget.device_ranks
         least = Budget(needs.device * sharing, needs.host * here)
         problems = [

@@ -27,6 +27,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import shlex
 import stat
 import struct
 import time
@@ -126,7 +127,7 @@ class Arena:
                 errno.ENOENT,
                 expected="a directory on an NVMe drive",
                 found="nothing at this path",
-                cure=f"create it (mkdir -p {self.directory}), or correct the setting nvme",
+                cure=f"create it (mkdir -p {shlex.quote(self.directory)}), or correct the setting nvme",
             ) from error
         if not stat.S_ISDIR(found.st_mode):
             raise self._error(

@@ -54,6 +54,7 @@ _NAME: Final = re.compile(rf"(?:{_ASIDE})*{_STEP.pattern}")
 _File: TypeAlias = str | list[str]  # the name of one, or those of each file system
 _FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
 _MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
+_AGAIN: Final = "copy this checkpoint again from its source"
 _TEMPORARY: Final = re.compile(r"index-([0-9a-f]{8})\.tmp")
 
 
@@ -91,7 +92,11 @@ def find(path: str) -> Found:
         CorruptionError: its index cannot be used.
     """
     if _has_index(path):
-        return _read(path)
+        try:
+            return _read(path)
+        except CorruptionError as error:
+            error.cure = _instead(path)
+            raise
     found = list_checkpoints(path)
     if not found:
         there = _listing(path)
@@ -124,6 +129,8 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
         if _indexes(root, damaged=damaged) == seen:
             break
     if damaged and wrong is not None:
+        if isinstance(wrong, CorruptionError):
+            wrong.cure = _instead(os.path.dirname(str(wrong.path)))
         raise wrong
     return sorted(found, key=lambda f: f.counter)
 
@@ -183,6 +190,18 @@ def aside(root: str, path: str) -> tuple[str, str] | None:
     return os.path.join(root, name), os.path.join(root, free)
 
 
+def _instead(path: str) -> str:
+    """Return what to do about a checkpoint whose index cannot be used."""
+    path = os.path.abspath(path)
+    others = []
+    with contextlib.suppress(DirectoryError):
+        others = list_checkpoints(os.path.dirname(path), damaged=False)
+    if others:
+        newest = others[-1]
+        return f"{_AGAIN}; or load {newest.path}, of {newest.step} steps of the optimizer"
+    return f"{_AGAIN}; there is no other whole checkpoint in {os.path.dirname(path)}: else begin a new run"
+
+
 def _has_index(path: str) -> bool:
     try:
         os.lstat(os.path.join(path, INDEX))
@@ -231,8 +250,7 @@ def _read(path: str, index_name: str = INDEX) -> Found:
             path=name,
             expected=expected,
             found=found,
-            cure="load another checkpoint of that directory by its name, or copy this one again from its "
-            "source",
+            cure=_AGAIN,
         )
 
     try:

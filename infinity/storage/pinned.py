@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
+from infinity.core.errors import OF_A_FORK, BudgetError, ClosedError, DeadlineError, StorageError
 from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.core.waiting import POLL, Bell
@@ -440,7 +440,7 @@ class PinnedPool:
             raise ClosedError(
                 "pinned memory belongs to the process that created it",
                 found=f"process {os.getpid()}, a child of {self._pid}",
-                cure="create a new engine in the child",
+                cure=OF_A_FORK,
             )
 
     def stats(self) -> dict[str, QuotaStats]:

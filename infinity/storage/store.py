@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from infinity.core.errors import ClosedError, DeadlineError, InfinityError, StorageError
+from infinity.core.errors import OF_A_FORK, ClosedError, DeadlineError, InfinityError, StorageError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.core.spans import Recorder
 from infinity.hardware.aio import USUAL, Priority, Ring, RingSettings, RingStats, open_ring
@@ -294,7 +294,7 @@ class Store:
             raise ClosedError(
                 "the store belongs to the process that created it",
                 found=f"process {os.getpid()}, a child of {self._pid}",
-                cure="create a new engine in the child",
+                cure=OF_A_FORK,
             )
         self._order.sweep()
         failed = self._order.failed

@@ -1,8 +1,9 @@
 """Counts what the device is given, and who waits for it, in one step of a small model on the lagging device.
 
 python -m tests.lagging.counts CASE
-Prints JSON: parameters, units and chunks; for `forward`, `backward` and `step`, with the update behind that,
-launches, copies, those that block, events, waits of streams and of each thread.
+Prints JSON: parameters, units and chunks, bytes of the compute parameters; for `forward`, `backward` and
+`step`, with the update behind that, launches, copies, those that block, events, waits of streams and of each
+thread, and bytes that were read of compute parameters. `clip` and `foreach` are torch's clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from infinity.api.engine import engine_of
 from .cuda import lagging_cuda, make_known
 from .programs import Loop
 from .run import CASES, Net
+from .world import World
 
 #: Autograd's own threads have no name of ours.
 _AUTOGRAD = "host waits: Dummy"
@@ -33,6 +35,8 @@ def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
     """Return the counts of the fourth step, after which the order of units is known."""
     settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
     settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
+    if settings.get("accumulation"):
+        settings["accumulation"] = 1
     config = infinity.Config(device="cpu", nvme=nvme, **settings)
     phases: dict[str, collections.Counter[str]] = {}
     with lagging_cuda() as world:
@@ -48,6 +52,7 @@ def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = infinity.wrap(model, adam, config)
         loop = Loop(model, optimizer, "lagging:0")
+        _count_reads(world, [unit.storage for unit in engine_of(model).units])
         registrations = world.counts["registrations"]
         for _ in range(4):
             batch = loop.batch()
@@ -59,8 +64,18 @@ def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
             with phase("step"):
                 optimizer.step()
                 optimizer.zero_grad()
-                infinity.flush(optimizer)
+                if config.update == "delayed":  # `flush` would put into use what the next step publishes
+                    engine_of(model).updater.wait()
+                else:
+                    infinity.flush(optimizer)
         pinned = world.counts["registrations"] - registrations
+        if config.update != "backward":
+            loop.backward()
+            engine_of(model).gradients.wait()
+            for name, foreach in (("clip", None), ("foreach", True)):
+                with phase(name):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+        nbytes = sum(unit.storage.nbytes() for unit in engine_of(model).units)
         units = [unit.layout for unit in engine_of(model).units]
         infinity.close(model)
     for counts in phases.values():
@@ -70,9 +85,23 @@ def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
         "parameters": sum(len(unit.params) for unit in units),
         "units": len(units),
         "chunks": sum(len(unit.trainable_chunks) for unit in units),
+        "bytes": nbytes,
         "registrations after wrap": pinned,
         **phases,
     }
+
+
+def _count_reads(world: World, storages: Sequence[torch.UntypedStorage]) -> None:
+    """Count the bytes of `storages` that are read on the device."""
+    put = world.put
+
+    def counted(stream: Any, call: Any, reads: Any, writes: Any, what: str) -> None:
+        for begin, end in reads:
+            if any(s.data_ptr() <= begin < s.data_ptr() + s.nbytes() for s in storages):
+                world.counts["bytes read"] += end - begin
+        put(stream, call, reads, writes, what)
+
+    world.put = counted  # type: ignore[method-assign]
 
 
 def main() -> int:

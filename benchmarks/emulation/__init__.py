@@ -1,0 +1,1 @@
+"""A training step on a modelled machine with a GPU: what `emulated.py` stands on."""
