@@ -520,10 +520,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         two = self._residency.has_two_versions
         names = ["step", *self._states.kinds_of(sharded)]
         names += ["master"] if two or sharded.spec.dtype is not torch.float32 else []
-        names += ["front"] if two else []
-        group = next((g for g in self.param_groups if any(p is param for p in g["params"])), self.defaults)
-        names += [*self.rule.counters_of(0, {}, group), *self.rule.factors_of({}, sharded.spec.shape)]
-        return names
+        return names + (["front"] if two else [])
 
     def counts(self) -> dict[str, float]:
         """Return counts that torch's optimizers do not have: steps, skipped steps, and with fp16 the loss

@@ -1,8 +1,8 @@
 """Files of `torch.save`, read by torch itself, with ``weights_only=True``.
 
 [Note: no code from pickles] With ``weights_only=True`` torch makes containers, numbers, texts and tensors,
-and refuses every other name in a file. Other programs save objects of their own classes besides. Such a class is
-not imported: a `Record` stands for it under its name, and keeps what the file has of the object.
+and refuses every other name in a file. Other programs save objects of their own classes besides. Such a class
+is not imported: a `Record` stands for it under its name, and keeps what the file has of the object.
 
 Tensors are mapped from the file, and a page of it is read when it is used. The archive has a CRC-32 of each
 entry. `load_saved` reads the whole file once to compare them, so that a damaged or unreadable file is an

@@ -597,10 +597,7 @@ class OffloadedWorld(World):
             self._states = self.optimizer.state_dict()["state"]
         params = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
         state = self._states.get(params.index(id(self.named()[name])), {})
-        rule = self.optimizer.rule
-        begun = rule.factors_of({}, self.named()[name].shape)
-        kept = {k: state.get(k) for k in ("master", *rule.moments)}
-        return kept | {k: state.get(k, zeros) for k, zeros in begun.items()}
+        return {k: state.get(k) for k in ("master", *self.optimizer.rule.moments)}
 
     def close(self) -> None:
         import infinity
