@@ -27,9 +27,9 @@ ECOSYSTEM := peft==0.21.2 trl==1.16.0 accelerate==1.15.0 lightning==2.6.6 datase
 # The oldest version whose Trainer has the methods that offloaded trainers need, in a folder of its own.
 OLDER := transformers==5.19.0
 
-# Fused heads and bitsandbytes, also in a folder of their own: torch must not see triton anywhere else, nor
-# transformers and PEFT bitsandbytes. Triton's interpreter runs Liger's kernels on a CPU.
-HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0 bitsandbytes==0.50.2
+# Fused heads, also in a folder of their own: torch must not see triton anywhere else. Triton's interpreter
+# runs Liger's kernels on a CPU.
+HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0
 
 # What builds the site of `make docs`, in a folder of its own: nothing else needs it. Needs Python ≥ 3.11.
 SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
@@ -57,7 +57,7 @@ PYTEST := $(BIN)/python -m pytest
 LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
              lagging_device muon optimizers rank_muon rank_seeds ranks state_dict_rules state_io)
 # What `make test-slow` runs there: lagging_device has cases of these above.
-LAGGING_SLOW := $(patsubst %,tests/test_%.py,adafactor fp32_moments own_code split_master)
+LAGGING_SLOW := $(patsubst %,tests/test_%.py,fp32_moments split_master)
 # Whose kernels `make test-cpus` takes, of torch and of ours; `default` is what every CPU has.
 CPUS ?= default avx2 avx512
 # Processes that share the tests. One that is marked `serial` runs while the others wait.

@@ -24,8 +24,6 @@ import infinity
 from infinity.core.errors import InfinityError
 from infinity.storage.checkpoints import Save
 
-from .whole import OWN
-
 STEPS = 10
 #: A directory of each process.
 HERE = "/proc/self/cwd/saved"
@@ -50,16 +48,15 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def made(config: dict[str, Any], optimizer: str = "", frozen: bool = False) -> tuple[Net, Any]:
-    """A model, with a frozen base or not, and its optimizer, wrapped: AdamW, or one of `OWN`."""
+def made(config: dict[str, Any], frozen: bool = False) -> tuple[Net, Any]:
+    """A model, with a frozen base or not, and its optimizer, wrapped."""
     torch.manual_seed(7)
     model = Net()
     if frozen:
         model.first.requires_grad_(False)
         model.layers.requires_grad_(False)
     params = [p for p in model.parameters() if p.requires_grad]
-    adam = OWN[optimizer](params) if optimizer else torch.optim.AdamW(params, lr=1e-3)
-    return infinity.wrap(model, adam, infinity.Config(**config))
+    return infinity.wrap(model, torch.optim.AdamW(params, lr=1e-3), infinity.Config(**config))
 
 
 def step(model: Net, adam: Any, rank: int = 0, world: int = 1) -> float:
@@ -80,11 +77,10 @@ def trained(
     load: str = "",
     before: int = 0,
     save: str = "",
-    optimizer: str = "",
     frozen: bool = False,
 ) -> dict[str, Any]:
     """Go on from what is at `load` for `before` steps, save, take `STEPS` more; return what comes of them."""
-    model, adam = made(config, optimizer, frozen)
+    model, adam = made(config, frozen)
     if load:
         infinity.load(adam, load)
     for _ in range(before):

@@ -1,4 +1,4 @@
-"""What each rank runs in test_rank_muon.py: Muon or Adafactor on a model whose gradients are given.
+"""What each rank runs in test_rank_muon.py: Muon on a model whose gradients are given.
 
     python -m tests.rank_muon JSON      (under torchrun's environment)
 
@@ -20,12 +20,11 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.hardware import muon as arithmetic
-from infinity.optim.own_code import Code
 
-from .whole import OWN, muon, train_whole
+from .whole import muon, train_whole
 
 Shapes = list[list[list[int]]]
-KEPT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance")
+KEPT = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Block(nn.Module):
@@ -97,11 +96,10 @@ def run_steps(model: Any, optimizer: Any, steps: range, rank: int, world: int) -
 
 
 def train(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Train as `settings` say: `shapes`, `config`, `steps` (first and end), `optimizer` ("muon" or
-    "adafactor"); `load` and `save` are checkpoints. Return a digest, and how many whole parameters this rank
-    has updated."""
+    """Train as `settings` say: `shapes`, `config`, `steps` (first and end); `load` and
+    `save` are checkpoints. Return a digest, and how many matrices this rank has updated."""
     model = Net(settings["shapes"])
-    optimizer = make(settings)(model.parameters())
+    optimizer = muon(model.parameters())
     config = infinity.Config(**settings["config"])
     model, optimizer = infinity.wrap(model, optimizer, config)  # type: ignore[assignment]
     calls = 0
@@ -115,7 +113,6 @@ def train(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         return call
 
     arithmetic.orthogonalize = counted(arithmetic.orthogonalize)
-    Code.update_whole = counted(Code.update_whole)  # type: ignore[method-assign]
     if "load" in settings:
         infinity.load(optimizer, settings["load"])
     run_steps(model, optimizer, range(*settings["steps"]), rank, world)
@@ -129,18 +126,7 @@ def train(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 def whole(settings: dict[str, Any]) -> str:
     """Return the digest of the same in plain torch."""
     model, steps = Net(settings["shapes"]), settings["steps"][1]
-    if make(settings) is muon:
-        return digest(train_whole(model, muon, lambda m, step: m(step), steps=steps))
-    optimizer = make(settings)(model.parameters())
-    run_steps(model, optimizer, range(steps), 0, 1)
-    named = model.named_parameters()
-    state = {name: {"value": p.detach(), **optimizer.state[p]} for name, p in named}
-    return digest({name: {k: v for k, v in of.items() if k != "step"} for name, of in state.items()})
-
-
-def make(settings: dict[str, Any]) -> Any:
-    """Return what makes the optimizer of `settings`."""
-    return OWN["adafactor"] if settings.get("optimizer") == "adafactor" else muon
+    return digest(train_whole(model, muon, lambda m, step: m(step), steps=steps))
 
 
 def main() -> None:

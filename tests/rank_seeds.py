@@ -79,9 +79,6 @@ def generate(seed: int, world: int) -> dict[str, Any]:
         trained = [n for n, _ in named if not n.startswith(tuple(frozen))]
         patterns = [p for p in ("*.weight", "*.bias", "*") if any(fnmatchcase(n, p) for n in trained)]
         config["optimizer_state_fp32"] = [rules.choice((rules.choice(trained), *patterns))]
-    own = random.Random(f"own {seed}")
-    if config["optimizer_state_dtype"] == "fp32" and own.random() < 0.2:
-        made["optimizer"] = own.choice(("centered", "nadam", "asgd", "adafactor"))
     if config["optimizer_state_dtype"] != "8bit" and random.Random(f"muon {seed}").random() < 0.15:
         made |= {"optimizer": "muon", "groups": False}
     return made

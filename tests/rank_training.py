@@ -45,7 +45,7 @@ from infinity.planning.parts import SQUARES
 
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
-from .whole import ALL_OPTIMIZERS, update_by_own_code
+from .whole import ALL_OPTIMIZERS
 
 LR = 1e-3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -370,7 +370,6 @@ def reference(
     names = {p: n for n, p in made.model.named_parameters()}
     scalars = {names[p]: g for g in adam.param_groups for p in g["params"] if p.requires_grad}
     moments: dict[str, list[torch.Tensor]] = {}
-    states: dict[str, Mapping[str, Any]] = {}  # of optimizers that run by their own code
     steps = dict.fromkeys(masters, 0)
     random = []
     for rank in range(world):
@@ -387,13 +386,6 @@ def reference(
         clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for name, grad in grads.items():
             group, steps[name] = scalars[name], steps[name] + 1
-            if rule.code is not None:
-                scaled = grad.float() * (1.0 / scale * clip)
-                states[name] = update_by_own_code(adam, group, states.get(name, {}), masters[name], scaled)
-                moments[name] = [states[name][kind].view(-1) for kind in rule.moments]
-                for model in models:
-                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
-                continue
             of = rule.of(group)
             if name not in moments:
                 kept = torch.uint8 if forms[name] == "8bit" else DTYPES[forms[name]]
@@ -486,18 +478,9 @@ def reference(
         }
         for n, of_one in moments.items()
     }
-    for name, of_one in states.items():
-        state[name] = {
-            kind: value.view(masters[name].shape if value.ndim and not rule.has_factors else value.shape)
-            for kind, value in of_one.items()
-        }
     for name, param in models[0].named_parameters():
         if param.requires_grad and param.dtype is not torch.float32:
             nothing = {kind: torch.zeros(param.shape) for kind in rule.of(scalars[name]).moments}
-            if rule.code is not None:
-                begins = {"mu_product": 1.0, "mu": 1.0, "eta": scalars[name]["lr"]}
-                nothing |= {n: torch.tensor(begins[n]) for n in rule.code.counters if n in begins}
-            nothing |= rule.factors_of({}, param.shape)
             state.setdefault(name, {"step": torch.tensor(0.0), **nothing})
             state[name]["master"] = masters[name]
     return [

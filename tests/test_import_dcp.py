@@ -27,7 +27,7 @@ from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of
 from .fsdp_states import ARCHIVE, KINDS, record
 from .offloaded import ON_HOST, config_for
 from .recorded import saved_in, unpack
-from .test_pickled import mutated
+from .test_torch_file import mutated
 
 
 @pytest.fixture(scope="module")

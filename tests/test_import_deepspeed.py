@@ -195,18 +195,30 @@ def test_what_was_not_saved_stays(copied: Any, tmp_path: Path) -> None:
 def test_no_code_of_a_file_runs(copied: Any, tmp_path: Path) -> None:
     class Harmful:
         def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path / 'harm'}",)
+            return shutil.copyfile, (__file__, str(tmp_path / "harm"))
 
     saved, tag = copied("stage1-fp32")
     edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[Harmful()], kept=1))
     path, foreign = import_deepspeed(str(saved), str(tmp_path / "out"))
     assert not (tmp_path / "harm").exists()
-    assert foreign.left_out == ["the model's file['harm'][0] (posix.system)"]
+    assert foreign.left_out == ["the model's file['harm'][0] (shutil.copyfile)"]
     _, adam = wrapped("stage1-fp32", tmp_path / "run")
     state = infinity.load(adam, path)
     assert state["deepspeed"]["harm"] == [None]
     assert state["deepspeed"]["kept"] == 1
     infinity.close(adam)
+
+
+def test_torch_refuses_names_of_the_system(copied: Any, tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path / 'harm'}",)
+
+    saved, tag = copied("stage1-fp32")
+    edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[Harmful()]))
+    with pytest.raises(DataError, match=r"posix\.system"):
+        import_deepspeed(str(saved), str(tmp_path / "out"))
+    assert not (tmp_path / "harm").exists()
 
 
 #: Writes a checkpoint of ZeRO 1 with one large parameter, imports it, and prints the memory that took.

@@ -139,20 +139,25 @@ def test_core_needs_little(path: Path) -> None:
     assert {name.split(".")[0] for name, _, _ in imports(path)} <= allowed
 
 
+#: An `Unpickler` with an allowlist of names.
+UNPICKLES = {("infinity/api/import_dcp.py", "pickle")}
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_a_file_does_nothing_dangerous(path: Path) -> None:
     tree = TREES[path]
     wrong = []
     for name, _, line in imports(path):
-        if name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"):
-            wrong.append(
-                f"line {line}: {name}: nothing is ever unpickled; storage/pickled.py reads it as data"
-            )
+        is_pickle = name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
+        if is_pickle and (str(path), name) not in UNPICKLES:
+            wrong.append(f"line {line}: {name}: nothing is unpickled, but for checkpoints of other programs")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            if called in ("print", "eval", "exec", "torch.load", "breakpoint"):
+            if called in ("print", "eval", "exec", "breakpoint", "pickle.load", "pickle.loads"):
                 wrong.append(f"line {node.lineno}: {called}()")
+            elif called == "torch.load" and "weights_only=True" not in ast.unparse(node):
+                wrong.append(f"line {node.lineno}: torch.load() of what may be code")
         elif isinstance(node, ast.ExceptHandler):
             broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             if broad and all(isinstance(n, (ast.Pass, ast.Expr)) and not _calls(n) for n in node.body):
@@ -160,23 +165,6 @@ def test_a_file_does_nothing_dangerous(path: Path) -> None:
         elif isinstance(node, ast.Assert):
             wrong += [f"line {node.lineno}: assert with {effect}" for effect in _effects(node)]
     assert not wrong
-
-
-def test_the_reader_of_pickles_finds_no_code() -> None:
-    """[Note: no code from pickles]: nothing in it could turn a name into what has the name."""
-    tree = TREES[Path("infinity/storage/pickled.py")]
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert not names & {"__import__", "importlib", "sys", "globals", "vars", "eval", "exec", "compile"}
-    inner = [node for outer in tree.body for node in ast.walk(outer) if outer is not node]
-    assert not [node for node in inner if isinstance(node, (ast.Import, ast.ImportFrom))]
-    looked_up = [
-        ast.unparse(n) for n in inner if isinstance(n, ast.Call) and ast.unparse(n.func) == "getattr"
-    ]
-    assert set(looked_up) == {
-        "getattr(torch, name)",
-        "getattr(dtype, 'name', dtype)",
-        "getattr(function, 'name', '')",
-    }
 
 
 @pytest.mark.parametrize("room", ["params", "grads", "optim", "autograd"])

@@ -282,6 +282,21 @@ def test_a_state_dict_that_lacks_an_option_is_refused(tmp_path: Path) -> None:
     infinity.close(optimizer)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"exp_avg": [1.0]}, {"step": -1.0}, {"exp_avg_sq": torch.zeros(3)}], ids=str
+)
+def test_state_that_is_no_state_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    model, optimizer = wrapped(OPTIMIZERS["adamw"], tmp_path)
+    go_on(model, optimizer, 0, 2)
+    before = state_of(model)
+    bad = copy.deepcopy(optimizer.state_dict())
+    bad["state"][0] |= wrong
+    with pytest.raises(StateDictError):
+        optimizer.load_state_dict(bad)
+    assert_equal(state_of(model), before)
+    infinity.close(optimizer)
+
+
 def test_a_momentum_that_comes_after_wrap_is_refused(tmp_path: Path) -> None:
     model, optimizer = wrapped(OPTIMIZERS["sgd"], tmp_path)
     loss_of(model, 0).backward()
@@ -405,6 +420,8 @@ def test_a_lion_of_another_library_is_one(make: Make, tmp_path: Path) -> None:
         (lion_of("bitsandbytes.optim.lion", args=SimpleNamespace(optim_bits=8)), "optim_bits"),
         (lion_of("somebody.lion"), "cannot be offloaded"),
         (lambda p: torch.optim.LBFGS(p), "torch.optim"),
+        (lambda p: torch.optim.Adafactor(p), "Adafactor"),
+        (lambda p: torch.optim.RMSprop(p), "RMSprop"),
         (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1), "initial_accumulator_value"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad"),
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable"),

@@ -128,15 +128,6 @@ CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
         "fp32",
         {"optimizer": "adagrad", "config": {"zero_stage": 0}},
     ),
-    "gpt, NAdam": (3, "gpt", "nvme", "bf16", {"optimizer": "nadam", "clip": 0.5, "accumulate": 2}),
-    "gpt, RMSprop, stage 1": (
-        2,
-        "gpt",
-        "state on nvme",
-        "bf16",
-        {"optimizer": "centered", "config": {"zero_stage": 1}},
-    ),
-    "gpt, ASGD, stage 0": (2, "gpt", "device", "fp32", {"optimizer": "asgd", "config": {"zero_stage": 0}}),
     "gpt, Muon": (2, "gpt", "host", "fp32", {"optimizer": "muon", "config": {"update": "sync"}}),
     "gpt, Muon, behind the forward": (
         *(3, "gpt", "nvme", "bf16"),

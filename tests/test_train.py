@@ -226,7 +226,6 @@ def test_a_run_from_text_to_sample(
             marks=pytest.mark.later,
         ),
         pytest.param({"optimizer": "muon"}, marks=pytest.mark.later),
-        pytest.param({"optimizer": "adafactor"}, marks=pytest.mark.later),
         pytest.param(  # a matrix has several chunks, and an update visits each twice
             {"optimizer": "muon", "width": 272, "host_memory": "64MiB", "device_memory": "32MiB"},
             marks=pytest.mark.later,
@@ -310,7 +309,6 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": lambda groups: infinity.optim.Lion(groups, lr=3e-3, betas=(0.9, 0.95)),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=3e-3, momentum=0.9),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=3e-3),
-    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=3e-3),
     "muon": lambda groups: infinity.optim.Muon(
         {**group, "lr": 3e-3}
         | ({"adjust_lr_fn": "match_rms_adamw"} if group["use_muon"] else {"betas": (0.9, 0.95)})

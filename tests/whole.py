@@ -45,42 +45,8 @@ OPTIMIZERS: dict[str, Make] = {
     "lion": lambda p: Lion(p, lr=1e-3, weight_decay=0.1),
 }
 
-#: Optimizers that run by their own code, with the options that change what they keep.
-OWN: dict[str, Make] = {
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, weight_decay=0.01),
-    "centered": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True, momentum=0.9, maximize=True),
-    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, weight_decay=0.01),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2, weight_decay=0.01),
-    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2, weight_decay=0.01),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, weight_decay=0.01, decoupled_weight_decay=True),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=3, weight_decay=0.01),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.01),
-}
-#: Of these, those whose code gets pieces of parameters.
-ELEMENTWISE = [name for name in OWN if name != "adafactor"]
-
-
-def update_by_own_code(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    master: torch.Tensor,
-    grad: torch.Tensor,
-) -> Mapping[str, Any]:
-    """Update a whole master by a new optimizer of the same class in plain torch, with the options of `group`
-    and `state`, if there is any; return its state."""
-    param = nn.Parameter(master)
-    param.grad = grad
-    theirs = type(optimizer)([{**group, "params": [param]}])
-    if state:
-        theirs.state[param] = {**state}
-    theirs.step()
-    return theirs.state[param]
-
-
 #: All, and Muon, which not every reference has.
-ALL_OPTIMIZERS: dict[str, Make] = {**OPTIMIZERS, **OWN, "muon": muon}
+ALL_OPTIMIZERS: dict[str, Make] = {**OPTIMIZERS, "muon": muon}
 
 
 class Whole:

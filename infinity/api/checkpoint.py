@@ -164,7 +164,7 @@ def content_of(
 
     Args:
         crcs: of each file, the checksums of its tensors.
-        parameters: by name, ``step``, ``trainable``, ``tied`` and perhaps ``counters`` and ``factors``.
+        parameters: by name, ``step``, ``trainable`` and ``tied``.
         optimizer: the kind of its `Rule`.
         random: the states of the generators of each rank; None: it has none, and a load changes none.
     """

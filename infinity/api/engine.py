@@ -75,8 +75,7 @@ _NUMBERS = itertools.count()  # in the order in which they are made: the same on
 class Engine:
     """Everything that one wrapped model has. Made by `wrap`, and by `inference`, without an optimizer: then
     every parameter is frozen. `weights`: where the values are, if not in the parameters; `kept`: names of
-    parameters that stay fp32; `frozen`: what is trainable again when the model is plain;
-    `elementwise`: see `rule_of`."""
+    parameters that stay fp32; `frozen`: what is trainable again when the model is plain."""
 
     def __init__(
         self,
@@ -88,11 +87,8 @@ class Engine:
         mesh: object = None,
         *,
         frozen: Sequence[nn.Parameter] = (),
-        elementwise: bool = False,
     ) -> None:
-        rule = None if optimizer is None else rule_of(optimizer, elementwise=elementwise)
-        if rule is not None:
-            rule.check_dtype(config.optimizer_state_dtype)
+        rule = None if optimizer is None else rule_of(optimizer)
         self.config = config
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
@@ -146,7 +142,7 @@ class Engine:
         fp32 = config.fp32_moments if optimizer is not None else ()
         specs = param_specs(model, members, groups, config.compute_dtype, kept, matrices, fp32)
         if matrices:
-            check_matrices(config, next(iter(matrices.values())))
+            check_matrices(config)
         check_split(specs, config)
         units = [(m.name, s) for m, s in zip(members, specs, strict=True)]
         if comm.world > 1:

@@ -19,9 +19,9 @@ from infinity.core.errors import DataError, DirectoryError
 from infinity.hardware.deferral import Deferral
 from infinity.storage.checkpoints import Save
 from infinity.storage.interrupt import GRACE, interrupted
-from infinity.storage.pickled import Global, Record, SavedTensor, TorchFile
 from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import Spec, nbytes_of
+from infinity.storage.torch_file import Record, is_dense, load_saved, part
 
 from .checkpoint import Progress, check_free, content_of, interruptible, writing_ring
 from .user_state import encode
@@ -31,13 +31,15 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _PIECE: Final = 1 << 20  # elements that are in memory at once
 _MOST: Final = 1 << 53  # beyond it, a float is no count
 _DEPTH: Final = 50  # containers in containers, in further state
+_KEYS: Final = (str, int, float, bytes, type(None))
+_PLAIN: Final = (*_KEYS, complex, bytearray, dict, list, tuple, set, frozenset)
 _T = TypeVar("_T")
 
 
 class Extent(NamedTuple):
     """Elements of a tensor in a file: `numel` of them, from element `first` on."""
 
-    tensor: SavedTensor
+    tensor: torch.Tensor
     first: int
     numel: int
 
@@ -72,7 +74,6 @@ class Foreign:
         buffers: by name.
         state: what `infinity.load` returns.
         left_out: where in the saved state there are objects of classes, which are not in `state`.
-        check: raises if something that was read is not what was saved.
     """
 
     path: str
@@ -83,7 +84,6 @@ class Foreign:
     buffers: dict[str, torch.Tensor]
     state: dict[str, Any]
     left_out: list[str]
-    check: Callable[[], None]
 
 
 def not_of(program: str, path: str, error: Exception) -> DataError:
@@ -104,7 +104,10 @@ def entry(value: Any, key: Any, kind: type[_T] | tuple[type[_T], ...], path: str
         DataError: it has none of that kind.
     """
     there = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(there, kind) or (isinstance(there, bool) and kind is int):
+    odd = (isinstance(there, bool) and kind is int) or (
+        isinstance(there, torch.Tensor) and not is_dense(there)
+    )
+    if not isinstance(there, kind) or odd:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         raise DataError(
             f"{path} is not a file of the checkpoint that it should be a part of",
@@ -134,9 +137,7 @@ def shape_in(value: Any, name: str, path: str) -> tuple[int, ...]:
 
 def number_in(value: Any) -> float | None:
     """Return a number, or that of a tensor with one; None: it is neither, or not finite."""
-    if isinstance(value, SavedTensor) and value.numel == 1:
-        value = value.whole()
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if is_dense(value) and value.numel() == 1:
         value = value.item()
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < _MOST else None
@@ -193,16 +194,20 @@ def other_optimizer(path: str, found: str) -> DataError:
 def plain(value: Any, left_out: list[str], where: str, depth: int = 0) -> Any:
     """Return state without what is an object of a class, whose places are added to `left_out`. Tensors are
     read."""
-    if isinstance(value, SavedTensor):
-        return value.whole()
-    if isinstance(value, (Record, Global)) or depth > _DEPTH:
-        left_out.append(f"{where} ({value.name})" if isinstance(value, (Record, Global)) else where)
+    if isinstance(value, torch.Tensor):
+        if is_dense(value):
+            return value.detach().clone()
+        left_out.append(where)
+        return None
+    if depth > _DEPTH or not isinstance(value, _PLAIN):
+        kind = value if isinstance(value, type) else type(value)
+        left_out.append(f"{where} ({kind.name})" if issubclass(kind, Record) else where)
         return None
     if isinstance(value, dict):
         kept = {}
         for key, inner in value.items():
             at = f"{where}[{key!r:.60}]"
-            if isinstance(key, (str, int, float, bytes, type(None))):
+            if isinstance(key, _KEYS):
                 kept[key] = plain(inner, left_out, at, depth + 1)
             else:
                 left_out.append(at)
@@ -211,7 +216,7 @@ def plain(value: Any, left_out: list[str], where: str, depth: int = 0) -> Any:
         made = [plain(inner, left_out, f"{where}[{i}]", depth + 1) for i, inner in enumerate(value)]
         return made if isinstance(value, list) else tuple(made)
     if isinstance(value, (set, frozenset)):
-        return {each for each in value if isinstance(each, (str, int, float, bytes, type(None)))}
+        return {each for each in value if isinstance(each, _KEYS)}
     return value
 
 
@@ -259,9 +264,7 @@ def scheduler_beside(left_out: list[str], *directories: str) -> dict[str, Any] |
         for name in ("scheduler.pt", "scheduler.bin"):
             path = os.path.join(directory, name)
             if os.path.isfile(path):
-                with TorchFile(path) as file:
-                    state = plain(file.value, left_out, name)
-                    file.check()
+                state = plain(load_saved(path), left_out, name)
                 if isinstance(state, dict) and "last_epoch" in state:
                     return state
     return None
@@ -354,7 +357,6 @@ class _Writing:
                 for stem, file in files.items():
                     file.sync()
                     crcs[stem] = file.checksums()
-            foreign.check()
             index = content_of(
                 crcs=crcs,
                 parameters={
@@ -417,7 +419,7 @@ class _Writing:
 def _pieces(extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
     for tensor, first, numel in extents:
         for begin in range(0, numel, _PIECE):
-            yield tensor.part(first + begin, min(_PIECE, numel - begin))
+            yield part(tensor, first + begin, min(_PIECE, numel - begin))
 
 
 def alike(one: Sequence[Extent], other: Sequence[Extent]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,9 @@
 
 No model is built, and no process group.
 
+torch's own `FileSystemReader` and load planner read it, two methods excepted: the metadata, a pickle, is read
+with an allowlist of names, and values that are no tensors with ``weights_only=True``.
+
 [Note: DCP's files] A directory has ``.metadata``, a pickle, and files of ranks. The metadata has the shape of
 each tensor and the places of its chunks, which are boxes of the tensor: each is what `torch.save` writes, in
 some part of a file. Names are paths with dots between their parts: ``model.embed.weight``,
@@ -16,17 +19,24 @@ it. All others are saved as frozen parameters, and `load` gives them to buffers 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import io
 import math
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from infinity.core.errors import DataError
-from infinity.storage.pickled import Record, SavedTensor, TorchFile, dtype_of, read_pickle
+from infinity.core.errors import DataError, InfinityError
+from infinity.storage.folder import failed
+from infinity.storage.tensor_header import NAMES
+from infinity.storage.torch_file import check_archive, load_bytes, part, refused
 
 from .checkpoint import Progress
 from .foreign import (
@@ -35,7 +45,6 @@ from .foreign import (
     Foreign,
     ForeignParameter,
     Values,
-    alike,
     check_new,
     count_in,
     entry,
@@ -84,8 +93,8 @@ def import_dcp(directory: str, path: str, progress: Progress | None = None) -> t
     return write(foreign, path, texts_beside(*saved.around), progress), foreign
 
 
-class _Chunk(NamedTuple):
-    """A box of a tensor, and where it is: in `nbytes` of a file, from `begin` on."""
+class _Box(NamedTuple):
+    """A part of a tensor, and where it is: in `nbytes` of a file, from `begin` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -95,11 +104,12 @@ class _Chunk(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A tensor, or (`dtype` is None) another value, which is one chunk."""
+    """A tensor, or (`dtype` is None) another value, and the reader of its directory."""
 
+    reader: _Reader
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    chunks: list[_Chunk]
+    boxes: list[_Box]
 
 
 def _is_large(found: _Entry) -> bool:
@@ -125,21 +135,14 @@ class _Saved:
 
     def _add(self, folder: str) -> None:
         path = os.path.join(folder, _METADATA)
-        content = read_pickle(path)
-        if not isinstance(content, Record) or content.name.rpartition(".")[2] != "Metadata":
-            raise DataError(
-                f"{path} is not the metadata of a checkpoint of torch.distributed.checkpoint",
-                expected="what torch.distributed.checkpoint.save writes",
-                found=getattr(content, "name", type(content).__name__),
-                cure="name the directory that was passed to it",
-            )
+        reader = _Reader(folder)
+        content = vars(reader.read_metadata())
         there = set(listing(folder, _PROGRAM))
-        places: dict[str, dict[tuple[int, ...], _Chunk]] = {}
-        for index, info in entry(content.state, "storage_data", dict, path).items():
-            name, offset = entry(index.state, "fqn", str, path), index.attribute("offset")
-            chunk = _place_of(info, folder, there, path)
-            places.setdefault(name, {})[tuple(offset or ())] = chunk
-        for name, about in entry(content.state, "state_dict_metadata", dict, path).items():
+        places: dict[str, dict[tuple[int, ...], _Box]] = {}
+        for index, info in entry(content, "storage_data", dict, path).items():
+            name, offset = entry(vars(index), "fqn", str, path), getattr(index, "offset", None)
+            places.setdefault(name, {})[tuple(offset or ())] = _place_of(vars(info), folder, there, path)
+        for name, about in entry(content, "state_dict_metadata", dict, path).items():
             if name in self.entries:
                 raise DataError(
                     f"{self.path} has {name!r} twice",
@@ -147,24 +150,152 @@ class _Saved:
                     found=f"another one in {folder}",
                     cure="name the directory with the one that you want to import",
                 )
-            self.entries[name] = _entry_of(name, about, places.get(name, {}), path)
-        parts = content.attribute("planner_data")
+            self.entries[name] = _entry_of(reader, name, about, places.get(name, {}), path)
+        parts = content.get("planner_data")
         self.paths |= parts if isinstance(parts, dict) else {}
 
     def value(self, name: str) -> Any:
         """Return a value that is no large tensor; None, where it is one."""
         found = self.entries[name]
-        if found.dtype is not None and _is_large(found):
-            return None
-        if found.dtype is not None:
-            with _opened(self, name) as (extents,):
-                pieces = [e.tensor.part(e.first, e.numel) for e in extents]
-                return torch.cat(pieces).view(found.shape) if pieces else torch.empty(found.shape)
-        chunk = found.chunks[0]
-        with TorchFile(chunk.path, begin=chunk.begin, nbytes=chunk.nbytes) as file:
-            value = plain(file.value, [], name)
-            file.check()
-            return value
+        if found.dtype is None:
+            return plain(_load(name, found), [], name)
+        return None if _is_large(found) else _load(name, found)
+
+
+#: The names in the metadata of a checkpoint, by module.
+_ALLOWED: Final[Mapping[str, frozenset[str]]] = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata": frozenset(
+        ("TensorProperties", "MEM_FORMAT_ENCODING")
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset(("_StorageInfo",)),
+    "torch.serialization": frozenset(("_get_layout",)),
+    "collections": frozenset(("OrderedDict",)),
+    "pathlib": frozenset(("PosixPath", "PurePosixPath")),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the metadata of a checkpoint, and finds no class but those of torch that are in one."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what `name` of `module` is.
+
+        Raises:
+            UnpicklingError: it is nothing that a checkpoint's metadata have.
+        """
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if value is torch.Size or isinstance(value, torch.dtype):
+                return value
+        elif name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not of the metadata of a checkpoint")
+
+
+class _Reader(FileSystemReader):
+    """torch's reader of a directory."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.folder = path
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata.
+
+        Raises:
+            DirectoryError: the file cannot be read.
+            DataError: it has something else.
+        """
+        path = os.path.join(self.folder, _METADATA)
+        if self._metadata is None:
+            try:
+                with open(path, "rb") as file:
+                    found = _Unpickler(file).load()
+            except OSError as error:
+                raise failed("read", path, error) from error
+            except Exception as error:  # a pickle that was not written by torch raises errors of any kind
+                raise _no_metadata(path, f"{type(error).__name__}: {error}"[:200]) from error
+            if not isinstance(found, Metadata):
+                raise _no_metadata(path, type(found).__name__)
+            self._metadata = found
+        return self._metadata
+
+
+def _no_metadata(path: str, found: str) -> DataError:
+    return DataError(
+        f"{path} is not the metadata of a checkpoint of torch.distributed.checkpoint",
+        expected="what torch.distributed.checkpoint.save writes",
+        found=found,
+        cure="name the directory that was passed to it; or copy the checkpoint again from its source",
+    )
+
+
+class _Planner(DefaultLoadPlanner):
+    """torch's planner, for one value of a checkpoint."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value that is no tensor."""
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = load_bytes(value, name)
+
+
+def _load(name: str, found: _Entry) -> Any:
+    """Return a value of a checkpoint; a tensor is on the CPU.
+
+    Raises:
+        DirectoryError: a file cannot be read.
+        CorruptionError: a file is damaged.
+        DataError: a file has something else than the metadata say.
+    """
+    for box in found.boxes:
+        with _reading(box.path), open(box.path, "rb") as file:
+            file.seek(box.begin)
+            check_archive(io.BytesIO(file.read(box.nbytes)), box.path)
+    value = None if found.dtype is None else torch.empty(found.shape, dtype=found.dtype)
+    if value is not None:
+        _check_boxes(name, found)
+    state: dict[str, Any] = {name: value}
+    planner: LoadPlanner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader, metadata = found.reader, found.reader.read_metadata()
+    with _reading(found.boxes[0].path if found.boxes else reader.folder):
+        planner.set_up_planner(state, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.read_data(plan, planner).wait()
+    return state[name]
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Make the errors of torch's reader ours."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except OSError as error:
+        raise failed("read", path, error) from error
+    except Exception as error:  # torch raises errors of many kinds for a content that it does not take
+        raise refused(path, error) from error
+
+
+def _check_boxes(name: str, found: _Entry) -> None:
+    """Raise `DataError` unless each element of a tensor is in one box: torch's planner does not look."""
+    seen = torch.zeros(found.shape, dtype=torch.bool)
+    for box in found.boxes:
+        place = seen[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+        if place.shape != box.sizes or bool(place.any()):
+            break
+        place.fill_(True)
+    if not bool(seen.all()):
+        where = found.boxes[0].path if found.boxes else found.reader.folder
+        raise _incomplete(where, name, "each element once", "a hole or an overlap")
 
 
 def _folders_of(directory: str) -> list[str]:
@@ -192,41 +323,43 @@ def _folders_of(directory: str) -> list[str]:
     return folders
 
 
-def _place_of(info: Record, folder: str, there: set[str], path: str) -> _Chunk:
-    name, begin = entry(info.state, "relative_path", str, path), entry(info.state, "offset", int, path)
-    if info.attribute("transform_descriptors") or name not in there:
+def _place_of(info: Mapping[str, Any], folder: str, there: set[str], path: str) -> _Box:
+    name, begin = entry(info, "relative_path", str, path), entry(info, "offset", int, path)
+    if info.get("transform_descriptors") or name not in there:
         raise DataError(
             f"{path} has values in a form or a place that cannot be read",
             expected="files beside it, not compressed",
-            found=f"{info.attribute('transform_descriptors') or name!r}"[:200],
+            found=f"{info.get('transform_descriptors') or name!r}"[:200],
             cure="copy all files of the checkpoint, of every node; load and save a compressed one by torch, "
             "without extensions",
         )
-    return _Chunk((), (), os.path.join(folder, name), begin, entry(info.state, "length", int, path))
+    return _Box((), (), os.path.join(folder, name), begin, entry(info, "length", int, path))
 
 
-def _entry_of(name: str, about: Record, places: Mapping[tuple[int, ...], _Chunk], path: str) -> _Entry:
-    if about.name.rpartition(".")[2] != "TensorStorageMetadata":
+def _entry_of(
+    reader: _Reader, name: str, about: object, places: Mapping[tuple[int, ...], _Box], path: str
+) -> _Entry:
+    if isinstance(about, BytesStorageMetadata):
         if len(places) != 1:
             raise _incomplete(path, name, "one value", f"{len(places)}")
-        return _Entry(None, (), list(places.values()))
-    shape = shape_in(about.attribute("size"), name, path)
-    properties = about.attribute("properties")
-    told = properties.state if isinstance(properties, Record) else None
-    dtype = dtype_of(told[0] if isinstance(told, tuple) and told else entry(told, "dtype", object, path))
-    if dtype is None:
-        raise _incomplete(path, name, "a dtype of torch that safetensors have", "another one")
-    chunks = []
-    for box in entry(about.state, "chunks", list, path):
-        offsets = shape_in(box.attribute("offsets"), name, path)
-        sizes = shape_in(box.attribute("sizes"), name, path)
+        return _Entry(reader, None, (), list(places.values()))
+    if not isinstance(about, TensorStorageMetadata):
+        raise _incomplete(path, name, "the metadata of a tensor or of another value", type(about).__name__)
+    shape = shape_in(vars(about).get("size"), name, path)
+    dtype = getattr(vars(about).get("properties"), "dtype", None)
+    if dtype not in NAMES:
+        raise _incomplete(path, name, "a dtype of torch that safetensors have", f"{dtype}"[:50])
+    boxes = []
+    for chunk in entry(vars(about), "chunks", list, path):
+        offsets = shape_in(getattr(chunk, "offsets", None), name, path)
+        sizes = shape_in(getattr(chunk, "sizes", None), name, path)
         if not len(offsets) == len(sizes) == len(shape):
             raise _incomplete(path, name, f"chunks of {shape}", f"one of {sizes}")
         if math.prod(sizes):  # a rank may have nothing of it
             if offsets not in places:
                 raise _incomplete(path, name, f"a chunk at {offsets}", "none")
-            chunks.append(places[offsets]._replace(offsets=offsets, sizes=sizes))
-    return _Entry(dtype, shape, chunks)
+            boxes.append(places[offsets]._replace(offsets=offsets, sizes=sizes))
+    return _Entry(reader, dtype, shape, boxes)
 
 
 def _incomplete(path: str, name: str, expected: str, found: str) -> DataError:
@@ -236,59 +369,6 @@ def _incomplete(path: str, name: str, expected: str, found: str) -> DataError:
         found=found,
         cure="save the checkpoint again by a newer version of torch; or copy it again from its source",
     )
-
-
-@contextlib.contextmanager
-def _opened(saved: _Saved, *names: str) -> Iterator[list[list[Extent]]]:
-    """Lend the elements of tensors, which are checked at the end."""
-    with contextlib.ExitStack() as stack:
-        files: list[TorchFile] = []
-        yield [_extents_of(name, saved.entries[name], stack, files) for name in names]
-        for file in files:
-            file.check()
-
-
-def _extents_of(
-    name: str, found: _Entry, stack: contextlib.ExitStack, files: list[TorchFile]
-) -> list[Extent]:
-    """Return where the elements of a tensor are, in their order, and add the files that are open for them."""
-    runs: list[tuple[int, Extent]] = []
-    for chunk in found.chunks:
-        file = stack.enter_context(TorchFile(chunk.path, begin=chunk.begin, nbytes=chunk.nbytes))
-        tensor = file.value
-        if not isinstance(tensor, SavedTensor) or (tensor.shape, tensor.dtype) != (chunk.sizes, found.dtype):
-            raise _incomplete(chunk.path, name, f"a chunk of {chunk.sizes}, {found.dtype}", "something else")
-        files.append(file)
-        runs += [(at, Extent(tensor, first, numel)) for at, first, numel in _runs(found.shape, chunk)]
-    runs.sort(key=lambda run: run[0])
-    at = 0
-    for begin, extent in runs:
-        if begin != at:
-            break
-        at += extent.numel
-    if at != math.prod(found.shape):
-        raise _incomplete(
-            found.chunks[0].path if found.chunks else "the checkpoint",
-            name,
-            "each element once",
-            f"a hole or an overlap at element {at}",
-        )
-    return [extent for _, extent in runs]
-
-
-def _runs(shape: Sequence[int], chunk: _Chunk) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of elements of a chunk that follow one another in the tensor: where each begins in the
-    tensor and in the chunk, and its length."""
-    inner = len(shape)
-    while inner and chunk.sizes[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    outer = max(0, inner - 1)  # this dimension and those behind it are one run
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    length = math.prod(chunk.sizes[outer:])
-    begin = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
-    for number, index in enumerate(itertools.product(*map(range, chunk.sizes[:outer]))):
-        at = begin + sum(i * stride for i, stride in zip(index, strides[:outer], strict=True))
-        yield at, number * length, length
 
 
 # -- what a checkpoint says ----------------------------------------------------------------------
@@ -348,11 +428,10 @@ def _foreign(saved: _Saved) -> Foreign:
     def values(name: str) -> Iterator[Values]:
         names = {"parameters": of_model[name]}
         names |= {kind: optimizer.state[name][kind] for kind in parameters[name].moments}
-        with _opened(saved, *names.values()) as extents:
-            yield dict(zip(names, extents, strict=True))
+        yield {kind: [_whole(_load(full, saved.entries[full]))] for kind, full in names.items()}
 
     counts: dict[str, float] = {"steps": steps, "skipped_steps": 0}
-    return Foreign(saved.path, counts, groups, parameters, values, {}, further, left_out, lambda: None)
+    return Foreign(saved.path, counts, groups, parameters, values, {}, further, left_out)
 
 
 def _optimizer_of(saved: _Saved) -> _Optimizer:
@@ -465,14 +544,16 @@ def _tied(saved: _Saved, of_model: Mapping[str, str], trained: Sequence[str]) ->
 
 def _head(saved: _Saved, name: str) -> tuple[float, ...]:
     """Return some of a tensor's values."""
-    with _opened(saved, name) as (extents,):
-        some = extents[0].tensor.part(extents[0].first, min(_HEAD, extents[0].numel)) if extents else None
-        return () if some is None else tuple(some.double().tolist())
+    values = part(_load(name, saved.entries[name]), 0, _HEAD)
+    return tuple(values.double().tolist())
 
 
 def _equal(saved: _Saved, name: str, other: str) -> bool:
-    with _opened(saved, name, other) as extents:
-        return all(torch.equal(*pair) for pair in alike(*extents))
+    return torch.equal(*(_load(each, saved.entries[each]) for each in (name, other)))
+
+
+def _whole(tensor: torch.Tensor) -> Extent:
+    return Extent(tensor, 0, tensor.numel())
 
 
 def _further(saved: _Saved, of_model: set[str], optimizer: _Optimizer, left_out: list[str]) -> dict[str, Any]:
@@ -485,8 +566,8 @@ def _further(saved: _Saved, of_model: set[str], optimizer: _Optimizer, left_out:
             left_out.append(f"{name} (a tensor of {found.shape})")
             continue
         inner, parts = state, saved.paths.get(name) or (name,)
-        for part in parts[:-1]:
-            inner = inner.setdefault(part, _Branch())
+        for each in parts[:-1]:
+            inner = inner.setdefault(each, _Branch())
         inner[parts[-1]] = saved.value(name)
     listed: dict[str, Any] = _with_lists(state, len(saved.entries))
     return listed

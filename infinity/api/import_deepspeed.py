@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from infinity.core.errors import DataError
 from infinity.storage.folder import failed
-from infinity.storage.pickled import Record, SavedTensor, TorchFile
+from infinity.storage.torch_file import Record, is_dense, load_saved, part
 
 from .checkpoint import Progress
 from .foreign import (
@@ -32,6 +34,7 @@ from .foreign import (
     Foreign,
     ForeignParameter,
     Values,
+    alike,
     check_new,
     count_in,
     entry,
@@ -69,6 +72,7 @@ _OWN: Final = frozenset(
     )
 )
 _STAGE_3: Final = 3
+_HEAD: Final = 64  # elements that tell most tensors from others
 _MORE_PARALLEL: Final = (
     "convert it by the program that made it to a model without that: infinity imports checkpoints of data "
     "parallel runs"
@@ -90,18 +94,16 @@ def import_deepspeed(directory: str, path: str, progress: Progress | None = None
         CorruptionError: a file is damaged.
     """
     check_new(path, directory)
-    with contextlib.ExitStack() as stack:
-        files = _Files(directory, stack)
-        try:
-            foreign = _foreign(files)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise not_of("DeepSpeed", files.path, error) from error
-        texts = texts_beside(*files.around)
-        return write(foreign, path, texts, progress), foreign
+    files = _Files(directory)
+    try:
+        foreign = _foreign(files)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise not_of("DeepSpeed", files.path, error) from error
+    return write(foreign, path, texts_beside(*files.around), progress), foreign
 
 
 class _Files:
-    """The files of a checkpoint, which stay open until `stack` ends.
+    """The files of a checkpoint.
 
     Attributes:
         path: the directory with the files.
@@ -110,9 +112,8 @@ class _Files:
         universal: whether it is a universal checkpoint.
     """
 
-    def __init__(self, directory: str, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._opened: dict[str, TorchFile] = {}
+    def __init__(self, directory: str) -> None:
+        self._loaded: dict[str, Any] = {}
         self.path = _tag_of(directory)
         self.around = (self.path, os.path.dirname(os.path.abspath(self.path)))
         names = listing(self.path, "DeepSpeed")
@@ -151,15 +152,10 @@ class _Files:
         self.model = self.open(self.model_path)
 
     def open(self, path: str) -> Any:
-        """Return the value of a file, whose tensors can be read until the end."""
-        if path not in self._opened:
-            self._opened[path] = self._stack.enter_context(TorchFile(path))
-        return self._opened[path].value
-
-    def check(self) -> None:
-        """Raise `CorruptionError` if something that was read is not what was saved."""
-        for file in self._opened.values():
-            file.check()
+        """Return the value of a file."""
+        if path not in self._loaded:
+            self._loaded[path] = load_saved(path)
+        return self._loaded[path]
 
 
 def _tag_of(directory: str) -> str:
@@ -245,9 +241,9 @@ def _foreign(files: _Files) -> Foreign:
         if first in parameters and isinstance(tied, str):
             parameters[first].tied.append(tied)
     buffers = {
-        name: tensor.whole()
+        name: tensor.detach().clone()
         for name in model.get("buffer_names") or ()
-        if isinstance(name, str) and isinstance(tensor := module.get(name), SavedTensor)
+        if isinstance(name, str) and is_dense(tensor := module.get(name))
     }
     left_out: list[str] = []
     rates = [options["lr"] for options, _ in made]
@@ -260,8 +256,8 @@ def _foreign(files: _Files) -> Foreign:
             return
         with sources.values(name) as found:
             weight = module.get(name)
-            if isinstance(weight, SavedTensor) and weight.numel == math.prod(parameters[name].shape):
-                found = {**found, "rounded": [Extent(weight, 0, weight.numel)]}
+            if is_dense(weight) and weight.numel() == math.prod(parameters[name].shape):
+                found = {**found, "rounded": [Extent(weight, 0, weight.numel())]}
             yield found
 
     return Foreign(
@@ -273,7 +269,6 @@ def _foreign(files: _Files) -> Foreign:
         buffers,
         {"deepspeed": further, "scheduler": _scheduler_of(files, rates, updates, left_out)},
         left_out,
-        files.check,
     )
 
 
@@ -375,8 +370,7 @@ def _check_models(files: _Files) -> None:
         )
     steps: dict[int, int] = {}
     for rank, path in sorted(files.models.items()):
-        with TorchFile(path) as file:
-            steps.setdefault(entry(file.value, "global_steps", int, path), rank)
+        steps.setdefault(entry(files.open(path), "global_steps", int, path), rank)
     if len(steps) > 1:
         ranks = ", ".join(f"step {step} of rank {rank}" for step, rank in steps.items())
         raise _of_several_saves(files.path, ranks[:300])
@@ -477,9 +471,9 @@ def _frozen_of(files: _Files, stage: int, trained: Any) -> dict[str, list[Extent
     others = {*trained, *tied, *(name for name in model.get("buffer_names") or () if isinstance(name, str))}
     if stage != _STAGE_3:
         return {
-            name: [Extent(tensor, 0, tensor.numel)]
+            name: [Extent(tensor, 0, tensor.numel())]
             for name, tensor in model["module"].items()
-            if isinstance(name, str) and isinstance(tensor, SavedTensor) and name not in others
+            if isinstance(name, str) and is_dense(tensor) and name not in others
         }
     shapes = model.get("frozen_param_shapes") or {}
     if not shapes:
@@ -496,10 +490,10 @@ def _frozen_of(files: _Files, stage: int, trained: Any) -> dict[str, list[Extent
         numel, at, extents = math.prod(_frozen_shape(files, name)), 0, []
         for _, path in sorted(files.models.items()):
             fragments = entry(files.open(path), "frozen_param_fragments", dict, path)
-            fragment = entry(fragments, name, SavedTensor, path)
-            extents.append(Extent(fragment, 0, max(0, min(fragment.numel, numel - at))))
-            at += fragment.numel
-        if not numel <= at < numel + len(extents) or len({e.tensor.numel for e in extents}) > 1:
+            fragment = entry(fragments, name, torch.Tensor, path)
+            extents.append(Extent(fragment, 0, max(0, min(fragment.numel(), numel - at))))
+            at += fragment.numel()
+        if not numel <= at < numel + len(extents) or len({e.tensor.numel() for e in extents}) > 1:
             raise _other_layout(files.path, f"{name!r}, which is frozen", f"{numel} elements", f"{at}")
         found[name] = extents
     return found
@@ -509,7 +503,7 @@ def _frozen_shape(files: _Files, name: str) -> tuple[int, ...]:
     shapes = files.model.get("frozen_param_shapes")
     if isinstance(shapes, dict) and name in shapes:
         return shape_in(shapes[name], name, files.model_path)
-    return entry(files.model["module"], name, SavedTensor, files.model_path).shape
+    return tuple(entry(files.model["module"], name, torch.Tensor, files.model_path).shape)
 
 
 # -- ZeRO's partitions -----------------------------------------------------------------------------
@@ -528,7 +522,7 @@ def _partitions(
     found: dict[str, dict[str, list[Extent]]] = {}
     steps: list[int | None] = []
     kinds: list[tuple[str, ...]] = []
-    flats_of: dict[int, list[SavedTensor]] = {}
+    flats_of: dict[int, list[torch.Tensor]] = {}
     for index, names in enumerate(shapes):
         saved = [entry(b, "state", dict, files.path).get(index, {}) for b in base]
         there = {name for state in saved for name in state if isinstance(name, str)}
@@ -555,20 +549,27 @@ def _partitions(
 
 def _check_apart(
     path: str,
-    flats_of: Mapping[int, Sequence[SavedTensor]],
+    flats_of: Mapping[int, Sequence[torch.Tensor]],
     found: Mapping[str, Mapping[str, Sequence[Extent]]],
 ) -> None:
     """Raise `DataError` if two ranks have the same values: one's file was copied over the other's. At stage 3
     nothing else tells. Ranks that have nothing but padding may be alike."""
     used = {id(e.tensor) for kinds in found.values() for e in kinds["parameters"] if e.numel}
-    known: dict[tuple[int, ...], int] = {}
+    known: dict[tuple[bytes, ...], list[int]] = {}
     for rank, flats in flats_of.items():
-        crcs = tuple(flat.crc for flat in flats)
-        if not any(crcs) or used.isdisjoint(map(id, flats)):
+        if used.isdisjoint(map(id, flats)):
             continue
-        if (other := known.setdefault(crcs, rank)) != rank:
-            alike = f"the same masters and moments in the files of ranks {other}, {rank}"
-            raise _of_several_saves(path, alike)
+        head = tuple(part(flat, 0, _HEAD).double().numpy().tobytes() for flat in flats)
+        for other in known.setdefault(head, []):
+            if all(map(_equal, flats, flats_of[other])):
+                found_twice = f"the same masters and moments in the files of ranks {other}, {rank}"
+                raise _of_several_saves(path, found_twice)
+        known[head].append(rank)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    extents = ([Extent(each, 0, each.numel())] for each in (one, other))
+    return one.numel() == other.numel() and all(torch.equal(*pair) for pair in alike(*extents))
 
 
 def _of_several_saves(path: str, found: str) -> DataError:
@@ -580,16 +581,16 @@ def _of_several_saves(path: str, found: str) -> DataError:
     )
 
 
-def _flat(of_rank: Any, key: Any, path: str) -> SavedTensor:
+def _flat(of_rank: Any, key: Any, path: str) -> torch.Tensor:
     if isinstance(of_rank, list):
         of_rank = dict(enumerate(of_rank))
-    return entry(of_rank, key, SavedTensor, path)
+    return entry(of_rank, key, torch.Tensor, path)
 
 
 def _cut_each(
     path: str,
     names: Mapping[str, tuple[int, ...]],
-    flats: Mapping[str, Sequence[SavedTensor]],
+    flats: Mapping[str, Sequence[torch.Tensor]],
     found: dict[str, dict[str, list[Extent]]],
 ) -> None:
     """Find the parameters of a sub-group of stage 3, each of which is cut by itself."""
@@ -604,8 +605,8 @@ def _cut_each(
         offset += part
     for kind, of in flats.items():
         for rank, flat in enumerate(of):
-            if flat.numel != offset:
-                raise _other_layout(path, f"{kind} of rank {rank}", f"{offset} elements", f"{flat.numel}")
+            if flat.numel() != offset:
+                raise _other_layout(path, f"{kind} of rank {rank}", f"{offset} elements", f"{flat.numel()}")
 
 
 def _cut_group(
@@ -613,7 +614,7 @@ def _cut_group(
     index: int,
     names: Mapping[str, tuple[int, ...]],
     states: Sequence[Any],
-    flats: Mapping[str, Sequence[SavedTensor]],
+    flats: Mapping[str, Sequence[torch.Tensor]],
     found: dict[str, dict[str, list[Extent]]],
 ) -> None:
     """Find the parameters of a param group of stage 1 or 2, which is cut as a whole."""
@@ -630,8 +631,8 @@ def _cut_group(
     for kind, of in flats.items():
         for rank, flat in enumerate(of):
             lean = size - behind[rank]  # BF16_Optimizer saves it with the padding
-            if flat.numel != size and (kind != "parameters" or flat.numel != max(0, lean)):
-                raise _other_layout(path, f"{kind} of rank {rank}", f"{size} elements", f"{flat.numel}")
+            if flat.numel() != size and (kind != "parameters" or flat.numel() != max(0, lean)):
+                raise _other_layout(path, f"{kind} of rank {rank}", f"{size} elements", f"{flat.numel()}")
     offset = 0
     for name, numel, gap in zip(names, sizes, gaps, strict=True):
         found[name] = {kind: _cut(of, size, offset, numel) for kind, of in flats.items()}
@@ -643,7 +644,7 @@ def _padding(state: Any, index: int, path: str) -> int:
     return entry(dict(enumerate(paddings)), index, int, path)
 
 
-def _cut(flats: Sequence[SavedTensor], size: int, offset: int, numel: int) -> list[Extent]:
+def _cut(flats: Sequence[torch.Tensor], size: int, offset: int, numel: int) -> list[Extent]:
     """Return where the elements from `offset` on are in parts of `size`."""
     extents = []
     for rank, flat in enumerate(flats):
@@ -689,20 +690,16 @@ def _universal(files: _Files, saved: Any, shapes: Sequence[Mapping[str, tuple[in
 
     @contextlib.contextmanager
     def values(name: str) -> Iterator[Values]:
-        with contextlib.ExitStack() as stack:
-            found, opened = {}, []
-            for stem in ("parameters", *moments(0, name)):
-                path = os.path.join(root, name, "fp32.pt" if stem == "parameters" else f"{stem}.pt")
-                opened.append(stack.enter_context(TorchFile(path)))
-                value = opened[-1].value
-                tensor = value if isinstance(value, SavedTensor) else entry(value, "param", SavedTensor, path)
-                if tensor.numel != math.prod(there[name]):
-                    expected = f"{math.prod(there[name])} elements"
-                    raise _other_layout(files.path, f"{stem} of {name!r}", expected, f"{tensor.numel}")
-                found[stem] = [Extent(tensor, 0, tensor.numel)]
-            yield found
-            for file in opened:
-                file.check()
+        found = {}
+        for stem in ("parameters", *moments(0, name)):
+            path = os.path.join(root, name, "fp32.pt" if stem == "parameters" else f"{stem}.pt")
+            value = load_saved(path)
+            tensor = value if is_dense(value) else entry(value, "param", torch.Tensor, path)
+            if tensor.numel() != math.prod(there[name]):
+                expected = f"{math.prod(there[name])} elements"
+                raise _other_layout(files.path, f"{stem} of {name!r}", expected, f"{tensor.numel()}")
+            found[stem] = [Extent(tensor, 0, tensor.numel())]
+        yield found
 
     state = entry_of(entry_of(saved, "optimizer_state_dict"), "state")
     steps = []
@@ -717,5 +714,4 @@ def _step_in(directory: str) -> int | None:
     path = os.path.join(directory, "step.pt")
     if not os.path.exists(path):
         return None
-    with TorchFile(path) as file:
-        return count_in(file.value, 0)
+    return count_in(load_saved(path), 0)

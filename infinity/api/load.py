@@ -19,7 +19,6 @@ from infinity.optim.loading import counts_of
 from infinity.optim.pieces import read_moment, write_moment
 from infinity.optim.state_io import bump
 from infinity.params.param import ShardedParam
-from infinity.planning.matrices import factors_of
 from infinity.planning.parts import scales_of
 from infinity.storage.checkpoints import Found, find, finish
 from infinity.storage.checksums import sums_of
@@ -214,7 +213,6 @@ class _Loading:
         self._done = self._total = 0
         self._names: dict[ShardedParam, str] = {}  # in the checkpoint
         self._stay: dict[ShardedParam, tuple[str, list[int]]] = {}  # what was left out, and checksums of it
-        self._factors: dict[ShardedParam, dict[str, torch.Tensor]] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._values: dict[str, torch.Tensor] = {}
         self._random: list[Any] = []  # of each rank
@@ -328,11 +326,6 @@ class _Loading:
         self._refuse("has more than the model", "it alone has", unexpected if self._strict else [])
         self._check_shapes(here)
         self._check_groups()
-        rule = engine.optimizer.rule
-        for sharded, name in self._names.items() if self._same_kind and rule.has_factors else ():
-            if (of_one := index["parameters"][name])["trainable"] and of_one["step"]:
-                found = decode(of_one["factors"], self._values, self._found.path)
-                self._factors[sharded] = {kind: found[kind] for kind in factors_of(sharded.spec.shape)}
         return given
 
     def _refuse(self, what: str, found: str, names: list[str]) -> None:
@@ -433,8 +426,6 @@ class _Loading:
             files = [self._files.get(kind) for kind in engine.states.kinds_of(sharded)]
             has_moments = has_moments and all(file is not None and name in file.entries for file in files)
             sharded.step = int(saved["step"]) if has_moments else 0
-            sharded.counters = {n: float(v) for n, v in saved.get("counters", {}).items() if has_moments}
-            sharded.factors = self._factors.get(sharded, {}) if has_moments else {}
         for group, options in zip(engine.optimizer.param_groups, self._options, strict=False):
             group.update(options)
         engine.optimizer.set_counts(index["counts"])

@@ -12,7 +12,6 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DivergenceError
 from infinity.core.sizes import Tier
 from infinity.hardware.watch import differences
-from infinity.planning.matrices import ADAFACTOR, MUON
 from infinity.planning.partition import ParamSpec
 
 from .together import together
@@ -42,21 +41,17 @@ def check_ranks(world: int, config: Config, *, trains: bool) -> None:
         )
 
 
-def check_matrices(config: Config, optimizer: str) -> None:
-    """Raise `ConfigError` for features that are not available yet with an optimizer that updates whole
-    parameters."""
+def check_matrices(config: Config) -> None:
+    """Raise `ConfigError` for features that are not available yet with Muon."""
     refused = None
     if config.update == "delayed":
         refused = 'update="delayed"', 'update="overlap"'
-    elif optimizer == MUON and config.optimizer_state_dtype == "8bit":
+    elif config.optimizer_state_dtype == "8bit":
         refused = 'optimizer_state_dtype="8bit"', 'optimizer_state_dtype="bf16"'
-    elif optimizer == ADAFACTOR and config.optimizer_state_dtype != "fp32":
-        refused = f"optimizer_state_dtype={config.optimizer_state_dtype!r}", 'optimizer_state_dtype="fp32"'
     if refused is not None:
         raise ConfigError(
-            f"{optimizer} is not available with {refused[0]} yet",
-            expected='update="overlap", "sync" or "backward"'
-            + f", and moments in fp32{' or bf16' if optimizer == MUON else ''}",
+            f"Muon is not available with {refused[0]} yet",
+            expected='update="overlap", "sync" or "backward", and moments in fp32 or bf16',
             found=refused[0],
             cure=refused[1],
         )

@@ -251,11 +251,6 @@ class _Saving:
                 encode(of_rank, given.tensors, f"buffers of rank {rank}")
                 for rank, of_rank in enumerate(others, 1)
             ]
-            self._factors = {
-                name: encode(s.factors, given.tensors, f"factors of {name}")
-                for s, name in self._names.items()
-                if s.factors
-            }
             self._small = {"buffers": buffers_of(engine), "values": given.tensors}
         return given.root
 
@@ -506,10 +501,7 @@ class _Saving:
     def _described(self) -> dict[str, Any]:
         names = self._names
         described: dict[str, dict[str, Any]] = {
-            n: {"step": s.step, "trainable": s.spec.trainable, "tied": []}
-            | ({"counters": dict(s.counters)} if s.counters else {})
-            | ({"factors": self._factors[n]} if n in self._factors else {})
-            for s, n in names.items()
+            n: {"step": s.step, "trainable": s.spec.trainable, "tied": []} for s, n in names.items()
         }
         model = self._engine.model()
         for name, param in model.named_parameters(remove_duplicate=False) if model is not None else ():

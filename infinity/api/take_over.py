@@ -59,8 +59,6 @@ def take_over(
         there: dict[str, object] = {
             f"{name}: {key}": key == "step" and int(v[key]) for name, v in saved.items() for key in v
         }
-        if rule is not None:
-            there |= {f"{n}: {k}": value for n, v in saved.items() for k, value in rule.counters(v).items()}
         agree_on_values(comm, "wrap with optimizer state", there)
     for unit in units:
         old = [p.param for p in unit.params]
@@ -69,10 +67,6 @@ def take_over(
             saved = state.get(sharded.param)
             if saved and rule is not None and sharded.spec.trainable:
                 sharded.step = rule.steps(saved)
-                sharded.counters = rule.counters(saved)
-                sharded.factors = rule.factors(saved, sharded.spec.shape)
-                for factor in sharded.factors.values():
-                    comm.broadcast(factor.view(-1))
                 # The options of some groups may need less than there is room for.
                 lacking = dict.fromkeys(states.kinds_of(sharded), torch.zeros(()).expand(sharded.spec.shape))
                 moments[sharded.index] = {**lacking, **saved}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,7 +11,7 @@ from torch import nn
 from infinity.core.config import Config
 from infinity.core.errors import OptimizerTypeError, WrapError
 from infinity.optim.optimizer import OffloadOptimizer
-from infinity.optim.rules import EXAMPLE, EXPECTED, FUSED
+from infinity.optim.rules import EXAMPLE, EXPECTED
 
 from .engine import Engine, engine_of
 from .unwrap import restore
@@ -30,8 +29,6 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     config: Config,
     mesh: DeviceMesh | None = None,
-    *,
-    elementwise: bool = False,
 ) -> tuple[_Model, OffloadOptimizer]:
     """Take over a model's parameters and its optimizer's state; return both.
 
@@ -42,9 +39,7 @@ def wrap(
     Args:
         model: any `nn.Module` with dense floating-point parameters.
         optimizer: `torch.optim.AdamW`, `Adam`, `SGD`, `Adagrad`, a Lion (`infinity.optim.Lion`, or that of
-            timm, bitsandbytes or lion_pytorch), or `infinity.optim.Muon`, over its trainable parameters. Of
-            torch's others RMSprop, Adadelta, Adamax, RAdam, NAdam, ASGD, Rprop and Adafactor run by their own
-            code, which is slower, with a warning.
+            timm, bitsandbytes or lion_pytorch), or `infinity.optim.Muon`, over its trainable parameters.
         config: budgets and placements.
         mesh: the ranks that train the model together, in one dimension. None: the ranks of the default
             process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks
@@ -52,9 +47,6 @@ def wrap(
             ranks take the first rank's values, and rank r continues its random numbers from the first rank's
             seed plus r. A mesh of fewer ranks than the job is an error without
             ``Config(independent_replicas=True)``.
-        elementwise: you say that an optimizer of another class updates each element of a parameter by itself.
-            Then it runs by its own code. `wrap` tries the class on pieces of small parameters, and refuses it
-            if they get other bits than whole parameters.
 
     Raises:
         WrapError: `wrap` does not support the model or the optimizer.
@@ -79,14 +71,7 @@ def wrap(
             cure=f"{EXAMPLE}; for a model that is only used, infinity.inference(model, config)",
         )
     with torch.inference_mode(False):  # what it makes is changed by threads that are not in that mode
-        engine = Engine(model, optimizer, config, mesh=mesh, elementwise=elementwise)
-    if engine.optimizer.rule.code is not None and engine.comm.rank == 0:
-        warnings.warn(
-            f"{type(optimizer).__name__} runs by its own code in PyTorch, which is slower than optimizers "
-            f"that run fused: {FUSED}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        engine = Engine(model, optimizer, config, mesh=mesh)
     return model, engine.optimizer
 
 

@@ -292,10 +292,8 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
             f"{local} of them share a machine's memory, and what is said of disks is of all of these."
         )
     if (matrices := result["matrices"]) is not None:
-        muon = case.run.train.optimizer == "muon"
         console.print(
-            f"{'Muon orthogonalizes the matrices' if muon else 'Adafactor updates the parameters'} of a step "
-            f"with {matrices['flops'] / 1e12:.3g} TFLOP"
+            f"Muon orthogonalizes the matrices of a step with {matrices['flops'] / 1e12:.3g} TFLOP"
             f"{' on the rank that has the most' if ranks > 1 else ''}; the largest one is "
             f"{matrices['largest']}.",
             markup=False,

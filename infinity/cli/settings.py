@@ -45,7 +45,7 @@ VALIDATION: Final = 0.05
 #: The dtype of a preset, unless a run says otherwise.
 PRESET_DTYPE: Final = "bf16"
 Schedule: TypeAlias = Literal["constant", "cosine", "wsd"]
-OptimizerName: TypeAlias = Literal["adamw", "lion", "sgd", "adagrad", "muon", "adafactor"]
+OptimizerName: TypeAlias = Literal["adamw", "lion", "sgd", "adagrad", "muon"]
 #: What each keeps of every element, by name; Muon, of what it leaves to AdamW.
 MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
     "adamw": ADAM,
@@ -53,7 +53,6 @@ MOMENTS: Final[Mapping[OptimizerName, Sequence[str]]] = {
     "sgd": ("momentum_buffer",),
     "adagrad": ("sum",),
     "muon": ADAM,
-    "adafactor": (),
 }
 F = TypeVar("F", bound=Callable[..., Any])
 

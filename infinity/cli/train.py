@@ -23,7 +23,7 @@ from typing import Any, Final
 import click
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, AdamW
+from torch.optim import SGD, Adagrad, AdamW
 
 from infinity.api.init import init
 from infinity.api.random_state import seed_generators
@@ -221,7 +221,6 @@ _OPTIMIZERS: Final[Mapping[str, Callable[[TrainSettings, Any], torch.optim.Optim
     "lion": lambda train, groups: Lion(groups, lr=train.lr, betas=(train.beta1, train.beta2)),
     "sgd": lambda train, groups: SGD(groups, lr=train.lr, momentum=train.beta1),
     "adagrad": lambda train, groups: Adagrad(groups, lr=train.lr),
-    "adafactor": lambda train, groups: Adafactor(groups, lr=train.lr),
     # With this factor matrices learn well at a rate for AdamW, of which there is one for all.
     "muon": lambda train, groups: Muon(
         {**group, "lr": train.lr}

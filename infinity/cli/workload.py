@@ -19,7 +19,6 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
 from infinity.core.optional import broken, optional
 from infinity.core.sizes import ITEMSIZES, dtype_name
-from infinity.planning.matrices import ADAFACTOR, MUON
 from infinity.planning.partition import ParamSpec, matched
 from infinity.planning.planner import Model
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:  # it takes seconds, and a plan of a preset needs none: import
     from torch import nn
 
 #: The groups whose parameters are updated as a whole, and by what, of an optimizer that has such.
-WHOLE: Final[Mapping[str, Mapping[int, str]]] = {"muon": {0: MUON}, "adafactor": {0: ADAFACTOR, 1: ADAFACTOR}}
+
 _FILES: Final = ("vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -82,13 +81,13 @@ class Workload:
         if config.units is not None:
             return planned_from(self.structure, config, optimizer=self._optimizer)
         dtype, found = self.dtype(config), units_of(self.shape)
-        muon, whole = self._optimizer == "muon", WHOLE.get(self._optimizer, {})
+        muon = self._optimizer == "muon"
         fp32 = matched(config.fp32_moments, [n for _, params in found for n, _ in params])
 
         def spec(name: str, shape: tuple[int, ...]) -> ParamSpec:
             inner = muon and len(shape) == 2 and name not in OUTER
             group = _group(len(shape), muon, inner)
-            return ParamSpec(name, shape, dtype, True, group, whole.get(group, ""), name in fp32)
+            return ParamSpec(name, shape, dtype, True, group, inner, name in fp32)
 
         units = [(name, [spec(*each) for each in params]) for name, params in found]
         again = [0] if self.shape[KEYS["tied"]] else []
@@ -347,7 +346,7 @@ def planned_from(model: nn.Module, config: Config, *, optimizer: str = "adamw") 
     from infinity.params.discover import discover, param_specs
 
     members, scopes = discover(model, config.units)
-    numbers, matrices = _numbers(model, muon=optimizer == "muon"), WHOLE.get(optimizer, {})
+    numbers, matrices = _numbers(model, muon=optimizer == "muon"), (0,) if optimizer == "muon" else ()
     dtype, patterns = config.compute_dtype, config.fp32_moments
     specs = param_specs(model, members, numbers, dtype, matrices=matrices, fp32_moments=patterns)
     units = [(m.name, s) for m, s in zip(members, specs, strict=True)]

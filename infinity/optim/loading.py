@@ -115,9 +115,9 @@ def match(
     for group, here in zip(groups or (), param_groups, strict=True):
         rule.check_saved(group, "the state dict", here)
     ids = [i for g in groups or () for i in g["params"]]
-    params = [(p, rule.of(g), g) for g in param_groups for p in g["params"]]
+    params = [(p, rule.of(g)) for g in param_groups for p in g["params"]]
     pairs = []
-    for index, (param, rule, group) in zip(ids, params, strict=True):
+    for index, (param, rule) in zip(ids, params, strict=True):
         sharded = sharded_of[param]
         values = state_dict["state"].get(index, {})
         if others := foreign(values, rule):
@@ -127,15 +127,8 @@ def match(
                 found=f"{', '.join(others)} of {sharded.name!r}",
                 cure=f"load a state dict of {rule.kind}",
             )
-        if lacking := rule.lacking(values, group, sharded.spec.shape):
-            raise StateDictError(
-                f"the state of {sharded.name!r} in the state dict is not complete",
-                expected=f"what {rule.kind} keeps, or no state",
-                found=f"no {', '.join(lacking)}",
-                cure=f"load a whole state dict of {rule.kind}, saved with the options that it has here",
-            )
         _check_step(values.get("step", 0), sharded.name)
-        for key, shape in rule.shapes_of(sharded.spec.shape).items():
+        for key, shape in dict.fromkeys((*rule.moments, "master", "front"), (*sharded.spec.shape,)).items():
             value = values.get(key)
             if value is not None and not isinstance(value, torch.Tensor):
                 raise StateDictError(

@@ -1,15 +1,10 @@
-"""Whole parameters in an update: Muon orthogonalizes a matrix, which lies in the chunks of its unit.
+"""Matrices in an update: Muon orthogonalizes a matrix, which lies in the chunks of its unit.
 
 [Note: two visits] A chunk of a matrix is visited twice. The first visit updates its piece of the momentum
 and puts what is to be orthogonalized into bf16 memory. When all pieces of a round are there ([Note: rounds]),
 the owner of each matrix orthogonalizes it, in the shape that the parameter has. The second visit takes the
 chunk's piece of the result and updates master and copy. The rounds of an update come one after the other, so
 there is memory for one.
-
-Adafactor goes the same way with every parameter, vectors too. The first visit changes nothing, and puts a
-piece of the master and of the gradient into fp32 memory. Its own code in PyTorch updates the whole, and the
-second visit takes the new master. What it keeps are factors of each parameter, which all ranks have: the
-owner sends them.
 
 With one rank the pieces are put where the matrix is whole. If all of a matrix is one chunk on NVMe, one visit
 does both: what that changes is in the lease, which an update that stops drops.
@@ -27,22 +22,21 @@ without a piece of a round visits a chunk of padding, and takes part all the sam
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from infinity.core.errors import ParameterError
-from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, torch_dtype
+from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.hardware import cpu_adam, muon
 from infinity.hardware.ranks import Comm
 from infinity.params.param import plain_name
-from infinity.planning.matrices import ADAFACTOR, FORMS, factors_of, form_of, lease_nbytes, pieces_of, room_of
+from infinity.planning.matrices import ITEMSIZE, lease_nbytes, pieces_of, room_of
 from infinity.planning.partition import Chunk, ParamSpec, Segment
 from infinity.storage.pinned import Lease
 
 from .chunk_io import ChunkIO, Tiers
-from .own_code import OwnCode
 
 
 class Visit(NamedTuple):
@@ -53,13 +47,11 @@ class Visit(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix of a round: its owner, its index among the parameters of its unit, its options, and the
-    counters of [Note: pieces of a parameter], from before the update."""
+    """A matrix of a round: its owner, its index among the parameters of its unit, and its options."""
 
     owner: int
     param: int
-    options: muon.Muon | OwnCode
-    counters: Mapping[str, float]
+    options: muon.Muon
 
 
 class Round(NamedTuple):
@@ -83,9 +75,7 @@ class Matrices:
 
     def __init__(self, tiers: Tiers, comm: Comm) -> None:
         self._tiers, self._comm = tiers, comm
-        layouts = [unit.layout for unit in tiers.units]
-        self._form, self._room = form_of(layouts), room_of(layouts)  # elements, of the lease
-        self._dtype = torch_dtype(self._form.precision)
+        self._room = room_of([unit.layout for unit in tiers.units])  # elements, of the lease
         self._lease: Lease | None = None  # with room for a matrix and for pieces, until `close`
         self._buffer: torch.Tensor | None = None  # of the matrix at work, on the device; on a CPU the lease
         self._at: Round | None = None  # at work
@@ -130,7 +120,7 @@ class Matrices:
         io: ChunkIO,
         round_: Round,
         grad: torch.Tensor,
-        options: muon.Muon | OwnCode,
+        options: muon.Muon,
         *,
         scale: float,
         step: int,
@@ -141,26 +131,17 @@ class Matrices:
         self._begin(round_)
         here, there = self._places(io.chunk, segment)
         device, crosses = self._tiers.device, io.on_device and self._comm.world > 1
-        pieces = self._pieces(segment.param, on_device=io.on_device and not crosses)[:, there]
-        out = torch.empty_like(pieces, device=device.torch_device) if crosses else pieces
-        if isinstance(options, OwnCode):
-            master = io.read_master()[here]
+        piece = self._pieces(segment.param, on_device=io.on_device and not crosses)[there]
+        out = torch.empty_like(piece, device=device.torch_device) if crosses else piece
+        [moment] = io.moments
+        rounds = moment.dtype is not torch.float32
+        key = cpu_adam.rounding_key(plain_name(spec.name), step) if rounds else 0
+        # An update that stops drops what is in a lease; what is in place it takes memory on its way to.
+        io.changed = self._tiers.plans[io.chunk.id].state_tier is not Tier.NVME
 
-            def work() -> None:
-                out[0].copy_(master)
-                out[1].copy_(grad[here])
-                if scale != 1.0:
-                    out[1].mul_(scale)
-        else:
-            [moment] = io.moments
-            rounds = moment.dtype is not torch.float32
-            key = cpu_adam.rounding_key(plain_name(spec.name), step) if rounds else 0
-            # An update that stops drops what is in a lease; what is in place it takes memory on its way to.
-            io.changed = self._tiers.plans[io.chunk.id].state_tier is not Tier.NVME
-
-            def work() -> None:
-                parts = moment[here], grad[here], out[0]
-                muon.add_to_momentum(*parts, options, grad_scale=scale, first=segment.offset, key=key)
+        def work() -> None:
+            parts = moment[here], grad[here], out
+            muon.add_to_momentum(*parts, options, grad_scale=scale, first=segment.offset, key=key)
 
         if io.on_device:
             device.compute(work)
@@ -168,13 +149,12 @@ class Matrices:
             work()
             first = self._on_host.pop().start if self._meets(there) else there.start
             self._on_host.append(slice(first, there.stop))
-        for piece, plane in zip(pieces, out, strict=True) if crosses else ():
-            if (done := device.d2h(piece, plane, device.mark(), chunk=io.chunk.id)) is not None:
-                done.wait()
+        if crosses and (done := device.d2h(piece, out, device.mark(), chunk=io.chunk.id)) is not None:
+            done.wait()
         self._collected[io.chunk.id] = segment.numel
 
     def work(self, round_: Round) -> None:
-        """Orthogonalize the matrices of a round, or update its parameters, before its first second visit.
+        """Orthogonalize the matrices of a round, before its first second visit.
         What needs memory changes nothing, and an update that stops there goes on there."""
         if self._at is None and not self._has_pieces(round_):
             self._begin(round_)
@@ -194,7 +174,6 @@ class Matrices:
         self._is_made = True
         if self._comm.world > 1:
             self._exchange(round_, back=True)
-            self._send_factors(round_)
         self._is_orthogonal = True
 
     def take(self, io: ChunkIO) -> torch.Tensor | None:
@@ -203,7 +182,7 @@ class Matrices:
         for segment in io.chunk.segments:
             _, there = self._places(io.chunk, segment)
             crosses = io.on_device and self._comm.world > 1
-            piece = self._pieces(segment.param, on_device=io.on_device and not crosses)[0, there]
+            piece = self._pieces(segment.param, on_device=io.on_device and not crosses)[there]
             if not crosses:
                 return piece
             device = self._tiers.device
@@ -217,7 +196,7 @@ class Matrices:
         io: ChunkIO,
         master: torch.Tensor,
         piece: torch.Tensor | None,
-        options: muon.Muon | OwnCode,
+        options: muon.Muon,
         *,
         lr: float,
         weight_decay: float,
@@ -228,10 +207,7 @@ class Matrices:
             [segment] = io.chunk.segments
             here, _ = self._places(io.chunk, segment)
             shape = self._spec(io.chunk, segment.param).shape
-            if isinstance(options, OwnCode):
-                master[here].copy_(piece)
-            else:
-                muon.step_along(master[here], piece, options, shape, lr=lr, weight_decay=weight_decay)
+            muon.step_along(master[here], piece, options, shape, lr=lr, weight_decay=weight_decay)
             self._applied[io.chunk.id] = segment.numel
         if sum(self._applied.values()) == sum(map(self._numel, self._at.matrices)):
             self._at = None
@@ -279,35 +255,24 @@ class Matrices:
         return bool(self._on_host) and self._on_host[-1].stop == piece.start
 
     def _work_on(self, matrix: Matrix) -> None:
-        """Orthogonalize a matrix, or update a parameter, of which all pieces are here."""
+        """Orthogonalize a matrix of which all pieces are here."""
         assert self._at is not None
-        sharded = self._tiers.units[self._at.unit].params[matrix.param]
-        spec, options = sharded.spec, matrix.options
+        spec, options = self._tiers.units[self._at.unit].params[matrix.param].spec, matrix.options
         device, flat = self._tiers.device, self._memory(spec.numel, on_device=True)
         everything = [slice(0, spec.numel)] if self._comm.world > 1 else self._on_host
         crossing = everything if device.staged else []
         for piece in crossing:
-            source = self._memory(spec.numel, on_device=False)[:, piece]
-            for there, here in zip(flat[:, piece], source, strict=True):
-                device.wait_on_device(device.h2d(there, here, device.mark()))
-        factors = sharded.factors
+            source = self._memory(spec.numel, on_device=False)
+            device.wait_on_device(device.h2d(flat[piece], source[piece], device.mark()))
 
         def work() -> None:
-            nonlocal factors
-            whole = flat[0].view(spec.shape)
-            if isinstance(options, OwnCode):
-                new, grad = whole.clone(), flat[1].view(spec.shape)  # until nothing needs memory any more
-                code, of_group = options
-                factors = code.update_whole(new, grad, factors, of_group, matrix.counters)
-                whole.copy_(new)
-            else:
-                whole.copy_(muon.orthogonalize(whole, options))
+            whole = flat.view(spec.shape)
+            whole.copy_(muon.orthogonalize(whole, options))
 
         device.compute(work)
-        sharded.factors = factors
         done = device.mark()
         for piece in crossing:
-            done = device.d2h(self._memory(spec.numel, on_device=False)[0, piece], flat[0, piece], done)
+            done = device.d2h(self._memory(spec.numel, on_device=False)[piece], flat[piece], done)
         if crossing and done is not None:
             done.wait()
 
@@ -320,58 +285,40 @@ class Matrices:
         of_ranks = [0] * self._comm.world if mine is None else self._sizes(mine.param)
         pieces, whole = self._all_pieces(sum(of_owners)), self._memory(sum(of_ranks), on_device=False)
         if back:
-            self._comm.all_to_all(pieces[0], whole[0], of_owners, of_ranks)
-            return
-        for to, of in zip(whole, pieces, strict=True):
-            self._comm.all_to_all(to, of, of_ranks, of_owners)
-
-    def _send_factors(self, round_: Round) -> None:
-        """Send the factors of a round's parameters from their owners to all ranks."""
-        for matrix in round_.matrices if self._form is FORMS[ADAFACTOR] else ():
-            sharded = self._tiers.units[round_.unit].params[matrix.param]
-            if matrix.owner != self._comm.rank:
-                shapes = factors_of(sharded.spec.shape)
-                sharded.factors = {name: torch.empty(shape) for name, shape in shapes.items()}
-            for factor in sharded.factors.values():
-                self._comm.broadcast(factor.view(-1), matrix.owner)
+            self._comm.all_to_all(pieces, whole, of_owners, of_ranks)
+        else:
+            self._comm.all_to_all(whole, pieces, of_ranks, of_owners)
 
     def _mine(self, round_: Round) -> Matrix | None:
         return next((matrix for matrix in round_.matrices if matrix.owner == self._comm.rank), None)
 
     def _pieces(self, param: int, *, on_device: bool) -> torch.Tensor:
-        """Return the memory of what this rank has of a matrix, (planes, elements): on the device, or for the
-        CPU."""
+        """Return the memory of what this rank has of a matrix: on the device, or for the CPU."""
         assert self._at is not None
         numel = self._sizes(param)[self._comm.rank]
         if self._comm.world == 1:
             return self._memory(numel, on_device=on_device)
         before = itertools.takewhile(lambda matrix: matrix.param != param, self._at.matrices)
         begin = sum(map(self._numel, before))
-        return self._all_pieces(sum(map(self._numel, self._at.matrices)))[:, begin : begin + numel]
+        return self._all_pieces(sum(map(self._numel, self._at.matrices)))[begin : begin + numel]
 
     def _all_pieces(self, numel: int) -> torch.Tensor:
-        """Return memory for the pieces that this rank has of the matrices of a round, by owner: (planes,
-        elements)."""
-        begin = ceil_to(self._form.itemsize * self._form.planes * self._room[0], ALIGNMENT)
-        return self._planes_at(begin, numel)
+        """Return memory for the pieces that this rank has of the matrices of a round, by owner."""
+        begin = ceil_to(ITEMSIZE * self._room[0], ALIGNMENT)
+        return self._leased().tensor(torch.bfloat16, begin, numel)
 
     def _memory(self, numel: int, *, on_device: bool) -> torch.Tensor:
-        """Return the memory of a whole matrix, (planes, elements): on the device, or for the CPU."""
+        """Return the memory of a whole matrix of `numel` elements: on the device, or for the CPU."""
         device = self._tiers.device
         if on_device and device.staged:
-            shape = self._form.planes, numel
-            if self._buffer is None or self._buffer.shape != shape:
-                self._buffer = torch.empty(shape, dtype=self._dtype, device=device.torch_device)
+            if self._buffer is None or self._buffer.numel() != numel:
+                self._buffer = torch.empty(numel, dtype=torch.bfloat16, device=device.torch_device)
             return self._buffer
-        return self._planes_at(0, numel)
-
-    def _planes_at(self, begin: int, numel: int) -> torch.Tensor:
-        planes = self._form.planes
-        return self._leased().tensor(self._dtype, begin, planes * numel).view(planes, numel)
+        return self._leased().tensor(torch.bfloat16, 0, numel)
 
     def _leased(self) -> Lease:
         if self._lease is None:
-            self._lease = self._tiers.pool.lease("matrix", lease_nbytes(*self._room, self._form))
+            self._lease = self._tiers.pool.lease("matrix", lease_nbytes(*self._room))
         return self._lease
 
 

@@ -505,13 +505,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             kept = [s for s in self._params.values() if s.spec.trainable]
             two = {*self._states.fronts(always=whole)}
             kept = [s for s in kept if whole or s.step or s.spec.dtype is not torch.float32 or s in two]
-            groups = {p: group for group in self.param_groups for p in group["params"]}
             for sharded, values in self._states.read(kept, two).items():
-                group = groups.get(sharded.param, self.defaults)
-                values.update(self.rule.counters_of(sharded.step, sharded.counters, group))
-                values.update(self.rule.factors_of(sharded.factors, sharded.spec.shape))
-                if not sharded.step:
-                    self.rule.begin({kind: values[kind] for kind in self._states.kinds_of(sharded)}, group)
                 dict.__setitem__(self.state, sharded.param, values)
             state = super().state_dict()
         finally:
@@ -526,10 +520,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         two = self._residency.has_two_versions
         names = ["step", *self._states.kinds_of(sharded)]
         names += ["master"] if two or sharded.spec.dtype is not torch.float32 else []
-        names += ["front"] if two else []
-        group = next((g for g in self.param_groups if any(p is param for p in g["params"])), self.defaults)
-        names += [*self.rule.counters_of(0, {}, group), *self.rule.factors_of({}, sharded.spec.shape)]
-        return names
+        return names + (["front"] if two else [])
 
     def counts(self) -> dict[str, float]:
         """Return counts that torch's optimizers do not have: steps, skipped steps, and with fp16 the loss
@@ -578,9 +569,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         self._states.write(pairs, self.rule.steps)
-        for sharded, of_one in pairs:
-            sharded.counters = self.rule.counters(of_one)
-            sharded.factors = self.rule.factors(of_one, sharded.spec.shape)
         self._residency.refresh()
         self.set_counts(counts)
         self._resumed = self._steps

@@ -63,7 +63,7 @@ class States:
         self.moments = tuple(name for name, block in self.kept.items() if block == 1)
         self.kinds = ("copy", "master", *self.kept)
         #: Those of each kind of parameters.
-        self._of: dict[tuple[str, bool], tuple[Moment, ...]] = {
+        self._of: dict[tuple[bool, bool], tuple[Moment, ...]] = {
             _kind_of(chunk): tiers.plans[chunk.id].moments
             for unit in tiers.units
             for chunk in unit.layout.trainable_chunks
@@ -532,7 +532,7 @@ class States:
             drop_low(tensors, part_of(flat, segment))
 
 
-def _kind_of(of: Chunk | ParamSpec) -> tuple[str, bool]:
+def _kind_of(of: Chunk | ParamSpec) -> tuple[bool, bool]:
     return of.matrix, of.fp32_moments
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
@@ -41,8 +40,6 @@ from infinity.storage.store import Slot, Version
 
 from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
 from .matrices import Matrices, Matrix, Round, Visit, visits_of
-from .own_code import OwnCode
-from .pieces import slice_of
 from .rules import Options
 
 #: What helps where an update that cannot go on has changed something.
@@ -54,8 +51,7 @@ LOST: Final = (
 
 class ParamUpdate(NamedTuple):
     """The scalars of one parameter's update, as they were when `step()` was called. `step` is 1 at the first;
-    of options, by how much they raise it. `counters`: what its optimizer's own code counts, before the
-    update."""
+    of options, by how much they raise it."""
 
     lr: float
     weight_decay: float
@@ -63,20 +59,15 @@ class ParamUpdate(NamedTuple):
     grad_scale: float
     maximize: bool
     options: Options
-    counters: Mapping[str, float] = MappingProxyType({})
 
     def of(self, sharded: ShardedParam, grad_scale: float) -> ParamUpdate:
         """Count an update of a parameter, and return it."""
-        before = sharded.counters
         sharded.step += self.step
-        if isinstance(self.options, OwnCode):
-            sharded.counters = self.options.code.count(before, self.options.options)
-        return self._replace(step=max(sharded.step, 1), grad_scale=grad_scale, counters=before)
+        return self._replace(step=max(sharded.step, 1), grad_scale=grad_scale)
 
     def named(self) -> dict[str, object]:
         """Return everything by name, the options of the rule one by one."""
-        of = self.options.options if isinstance(self.options, OwnCode) else self.options._asdict()
-        return {name: v for name, v in self._asdict().items() if name != "options"} | dict(of)
+        return {name: v for name, v in self._asdict().items() if name != "options"} | self.options._asdict()
 
 
 class ChunkUpdate(NamedTuple):
@@ -100,11 +91,6 @@ class ChunkUpdate(NamedTuple):
     def is_last(self) -> bool:
         """Whether all of the chunk is updated then."""
         return self.visit is None or self.visit.is_last
-
-    @property
-    def changes_state(self) -> bool:
-        """Whether the chunk's state is another one then."""
-        return self.is_last or not any(isinstance(of.options, OwnCode) for of in self.params.values())
 
 
 class Batch(NamedTuple):
@@ -505,8 +491,7 @@ def _run(
                 io.write(state=False, copy=True, after=update.after)
                 finished(update.chunk, io)
             # Who waits for the copy does not wait for the CRCs of the state.
-            if update.changes_state:
-                io.write(state=True, copy=False)
+            io.write(state=True, copy=False)
             if update.is_last:
                 unwritten.discard(update.chunk.id)
             left.popleft()
@@ -572,7 +557,7 @@ def chunk_updates(
             of = [(owner, i, updates[unit.index, i]) for owner, i in owned if (unit.index, i) in updates]
             if not of:
                 continue
-            of_all = (Matrix(owner, i, _options(u), u.counters) for owner, i, u in of)
+            of_all = (Matrix(owner, i, _options(u)) for owner, i, u in of)
             round_ = Round(unit.index, tuple(of_all))
             pieces = [piece for _, i, _ in of for piece in of_matrices.get(i, ())]
             visits: Iterable[Visit] = visits_of(tiers, [p.chunk for p in pieces]) if pieces else ()
@@ -587,8 +572,8 @@ def chunk_updates(
     return work
 
 
-def _options(update: ParamUpdate) -> Muon | OwnCode:
-    assert isinstance(update.options, Muon | OwnCode), "chunks of a matrix have nothing else"
+def _options(update: ParamUpdate) -> Muon:
+    assert isinstance(update.options, Muon), "chunks of a matrix have nothing else"
     return update.options
 
 
@@ -606,9 +591,6 @@ def _compute(
     """Update a chunk. What needs memory comes before the first change; `io.changed` from then on."""
     if update.visit is not None:
         _compute_matrix(tiers, update, update.visit, io, matrices)
-        return
-    if any(isinstance(of.options, OwnCode) for of in update.params.values()):
-        _compute_by_own_code(tiers, update, io, delayed=delayed)
         return
     segments = _segments(tiers, update)
     if io.on_device:
@@ -635,7 +617,7 @@ def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
             key = cpu_adam.rounding_key(plain_name(name), of.step) if rounds else 0
             place = segment.start, segment.numel, segment.offset
             scalars = of.lr, of.weight_decay, of.grad_scale
-            assert not isinstance(of.options, Muon | OwnCode), "these are updated elsewhere"
+            assert not isinstance(of.options, Muon), "these are updated elsewhere"
             segments.append(cpu_adam.Segment(*place, key, of.step, *scalars, of.maximize, of.options))
     return segments
 
@@ -693,32 +675,7 @@ def _on_device(
         done.wait()
 
 
-def _compute_by_own_code(tiers: Tiers, update: ChunkUpdate, io: ChunkIO, *, delayed: bool) -> None:
-    """Update a chunk by the optimizer's own code; when this returns, all of it is done."""
-    grad = _gradient_on_device(tiers, update, io) if io.on_device else io.grad(update.grad_dtype)
-
-    def change(master: torch.Tensor) -> None:
-        io.changed = True  # it takes memory on its way
-        for segment in update.chunk.segments:
-            if (of := update.params.get(segment.param)) is None:
-                continue
-            assert isinstance(of.options, OwnCode), "an optimizer has one rule"
-            code, options = of.options
-            moments = {
-                kind: slice_of(moment, segment) for kind, moment in zip(io.kinds, io.moments, strict=True)
-            }
-            code.update(
-                *(slice_of(master, segment), moments, slice_of(grad, segment), options, of.counters),
-                is_first=of.step == 1,
-                grad_scale=of.grad_scale,
-            )
-
-    _change_master(tiers, update.chunk, io, change, delayed=delayed)
-
-
-def _change_master(
-    tiers: Tiers, chunk: Chunk, io: ChunkIO, change: Callable[[torch.Tensor], None], *, delayed: bool = False
-) -> None:
+def _change_master(tiers: Tiers, chunk: Chunk, io: ChunkIO, change: Callable[[torch.Tensor], None]) -> None:
     """Make a `change` of a master, which may be split, and its copy; when this returns, all is done."""
 
     def work(copy: torch.Tensor | None) -> None:
@@ -730,7 +687,7 @@ def _change_master(
         halves.split(master, copy, low)
 
     if io.on_device:
-        _on_device(tiers, chunk, io, work, delayed=delayed)
+        _on_device(tiers, chunk, io, work)
         return
     out = None if io.copy_is_master else io.make_copy()
     work(out)

@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -203,12 +202,12 @@ def param_specs(
     groups: Mapping[int, int],
     dtype: torch.dtype | None,
     kept: Collection[str] = (),
-    matrices: Mapping[int, str] = MappingProxyType({}),
+    matrices: Collection[int] = (),
     fp32_moments: Sequence[str] = (),
 ) -> list[list[ParamSpec]]:
     """Return the spec of each unit's parameters, in `dtype`; None: each in its own. `kept`: names of those
-    that are fp32 whatever `dtype` is; `matrices`: see `matrices_of`; `fp32_moments`:
-    patterns for the names of those whose moments are fp32.
+    that are fp32 whatever `dtype` is; `matrices`: groups whose parameters are updated as a
+    whole; `fp32_moments`: patterns for the names of those whose moments are fp32.
 
     Raises:
         ConfigError: a pattern matches no trainable parameter.
@@ -232,7 +231,7 @@ def param_specs(
                 precision_of(name, p),
                 p.requires_grad,
                 groups.get(id(p), -1) if p.requires_grad else -1,
-                matrices.get(groups.get(id(p), -1), "") if p.requires_grad else "",
+                p.requires_grad and groups.get(id(p), -1) in matrices,
                 p.requires_grad and plain_name(name) in fp32,
             )
             for name, p in member.params.items()

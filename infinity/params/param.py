@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -369,8 +369,6 @@ class ShardedParam:
         self.version = 0
         #: Updates so far, as torch counts them for bias correction; SGD's with a momentum.
         self.step = 0
-        self.counters: Mapping[str, float] = {}  # what an optimizer's own code keeps beside them
-        self.factors: Mapping[str, torch.Tensor] = {}  # of Adafactor, on all ranks, fp32, from a step on
         _SHARDED[param] = weakref.ref(self)  # the engine holds it
 
     @property

@@ -17,7 +17,7 @@ their size, so the heap is a setting, or a share of the remaining memory.
 A pipeline takes one lease per chunk (the gradients' pipeline two) and a quota serves one pipeline, so no
 pipeline can starve another. Device memory is the state placed there, the units that are needed at once, and
 the gradients of two units (on a separate device also the gradient of one parameter, which autograd has just
-made), and with Muon or Adafactor the update of the largest matrix. The rest of the budget is for prefetched
+made), and with Muon the update of the largest matrix. The rest of the budget is for prefetched
 units. The default budget of a separate device is nearly all of its memory, and would leave none for the first
 activation: then prefetched units get half of the rest.
 """
@@ -32,7 +32,7 @@ from infinity.core.config import Config
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
 
-from .matrices import ADAFACTOR, factors_nbytes, form_of, lease_nbytes, room_of, work_of
+from .matrices import lease_nbytes, room_of, work_of
 from .partition import Chunk, ParamSpec, UnitLayout
 from .parts import PURPOSES, ChunkParts, Moved, update_nbytes
 from .placement import spread_over_directories
@@ -248,8 +248,6 @@ def demand(
             trainable_chunks += count
             if plan.state_tier is not Tier.DEVICE:
                 updated += update_nbytes(numel, plan.moments, 2, 0 if plan.is_split else 2) * count
-    if factors := sum(factors_nbytes(p) for u in layouts for p in u.params if p.trainable):
-        by_tier[Tier.HOST]["optimizer state"] = by_tier[Tier.HOST].get("optimizer state", 0) + factors
     work = work_of(layouts)
     flops, sent_for_matrices, crossing = (max(each) for each in zip(*work, strict=True))
     visits = _second_visits(layouts, plans)
@@ -280,7 +278,7 @@ def demand(
     matrices = [p for u in layouts for p in u.params if p.matrix]
     through_host = not staged or any(not u.whole for u in layouts)  # [Note: whole at its owner]
     through_host |= any(plans[c.id].state_tier is not Tier.DEVICE for c in _of_matrices(layouts))
-    matrix_buffer = lease_nbytes(*room_of(layouts), form_of(layouts)) if through_host else 0
+    matrix_buffer = lease_nbytes(*room_of(layouts)) if through_host else 0
     working = ((_at_work(p, staged=staged), p.name) for p in matrices)
     most_of_matrix, name_of_matrix = max(working, default=(0, ""))
     return Demand(
@@ -341,17 +339,14 @@ def _second_visits(layouts: Sequence[UnitLayout], plans: Sequence[ChunkParts]) -
             if plan.state_tier is Tier.NVME and not (unit.whole and of[chunk.segments[0].param] == 1):
                 nbytes = plan.parts["state"].nbytes
                 read += nbytes + (plan.copy.nvme_nbytes if plan.begins_with_copy else 0)
-                written += 0 if chunk.matrix == ADAFACTOR else nbytes  # its first visit changes nothing
+                written += nbytes
     return Moved(read=read, written=written)
 
 
 def _at_work(spec: ParamSpec, *, staged: bool) -> int:
-    """Return the bytes on the device of the update of a whole parameter, beside its lease, which on a CPU is
-    where it comes. Of Adafactor: it as it came with its gradient, its new values, their update, and with
-    `maximize` the gradient again. Of one Newton–Schulz iteration, all bf16: the matrix before and after it,
-    and two squares of its smaller side; and the matrix as it came."""
-    if spec.matrix == ADAFACTOR:
-        return 4 * (5 if staged else 3) * spec.numel
+    """Return the bytes on the device of the update of a matrix, beside its lease, which on a CPU is where it
+    comes. Of one Newton–Schulz iteration, all bf16: the matrix before and after it, and two squares of its
+    smaller side; and the matrix as it came."""
     small = min(spec.shape)
     return 2 * ((3 if staged else 2) * spec.numel + 2 * small * small)
 

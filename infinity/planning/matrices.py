@@ -1,7 +1,4 @@
-"""Which rank updates which whole parameter, what that computes, and what it sends.
-
-Muon orthogonalizes matrices. Adafactor updates parameters of any shape as a whole; what is said of matrices
-here holds for these as well.
+"""Which rank orthogonalizes which matrix for Muon, what that computes, and what it sends.
 
 [Note: rounds] With several ranks each matrix has one *owner*: the rank that updates it. The matrices of a
 unit are updated in *rounds*. A round has at most one matrix for each rank, so that all ranks
@@ -13,34 +10,19 @@ a round is one matrix, and its owner is this rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from infinity.core.sizes import ALIGNMENT, ITEMSIZES, ceil_to
+from infinity.core.sizes import ALIGNMENT, ceil_to
 
-from .partition import ParamSpec, UnitLayout
+from .partition import UnitLayout
 
-#: The optimizers that update whole parameters.
-MUON, ADAFACTOR = "Muon", "Adafactor"
 #: The iterations of `torch.optim.Muon`.
 STEPS = 5
 
 
-class Form(NamedTuple):
-    """What an owner gets of each element: `planes` values of a dtype. The first of them goes back."""
-
-    precision: str
-    planes: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one value."""
-        return ITEMSIZES[self.precision]
-
-
-#: Muon: what is to be orthogonalized. Adafactor: the master, and the gradient.
-FORMS = {MUON: Form("bf16", 1), ADAFACTOR: Form("fp32", 2)}
+#: Bytes of an element on the way to an owner and back: bf16.
+ITEMSIZE = 2
 
 
 class Owned(NamedTuple):
@@ -60,34 +42,6 @@ def flops_of(shape: Sequence[int], steps: int = STEPS) -> int:
     return steps * (4 * short * short * long + 2 * short**3)
 
 
-def work_on(param: ParamSpec) -> int:
-    """Return the floating-point operations of the update of a whole parameter; of Adafactor, about."""
-    return flops_of(param.shape) if param.matrix == MUON else 10 * param.numel
-
-
-#: The names of what `factors_of` returns.
-FACTORS = ("row_var", "col_var", "variance")
-
-
-def factors_of(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return what Adafactor keeps of a parameter, by name: shapes, of values in fp32."""
-    if len(shape) < 2:
-        return {"variance": (*shape,)}
-    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-
-
-def factors_nbytes(param: ParamSpec) -> int:
-    """Return the bytes of what Adafactor keeps of a parameter, if that updates it."""
-    kept = factors_of(param.shape) if param.matrix == ADAFACTOR else {}
-    return sum(4 * math.prod(shape) for shape in kept.values())
-
-
-def form_of(layouts: Sequence[UnitLayout]) -> Form:
-    """Return the form of the matrices of a model, of which one optimizer updates all."""
-    kinds = {param.matrix for unit in layouts for param in unit.params} - {""}
-    return FORMS[max(kinds, default=MUON)]
-
-
 def rounds_of(layouts: Sequence[UnitLayout]) -> tuple[Rounds, ...]:
     """Return the rounds of each unit: [Note: rounds]."""
     loads = [0] * _owners(layouts)
@@ -104,7 +58,7 @@ def _groups(unit: UnitLayout, world: int) -> list[list[int]]:
     """Return the matrices of each round, the costliest first; rounds in the order of the parameters."""
     matrices = [i for i, p in enumerate(unit.params) if p.matrix and p.numel]
     if world > 1:
-        matrices.sort(key=lambda i: (-work_on(unit.params[i]), i))
+        matrices.sort(key=lambda i: (-flops_of(unit.params[i].shape), i))
     return sorted((matrices[i : i + world] for i in range(0, len(matrices), world)), key=min)
 
 
@@ -112,7 +66,7 @@ def _assign(unit: UnitLayout, group: Sequence[int], loads: list[int]) -> tuple[O
     owners = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
     given = sorted(Owned(owner, param) for owner, param in zip(owners, group, strict=False))
     for owner, param in given:
-        loads[owner] += work_on(unit.params[param])
+        loads[owner] += flops_of(unit.params[param].shape)
     return tuple(given)
 
 
@@ -145,10 +99,9 @@ def room_of(layouts: Sequence[UnitLayout]) -> tuple[int, int]:
     return whole, max((size for of_ranks in sums for size in of_ranks), default=0)
 
 
-def lease_nbytes(whole: int, pieces: int, form: Form) -> int:
-    """Return the bytes of the lease with `room_of`: the matrix, then the pieces, plane by plane."""
-    each = form.itemsize * form.planes
-    return ceil_to(each * whole, ALIGNMENT) + ceil_to(each * pieces, ALIGNMENT)
+def lease_nbytes(whole: int, pieces: int) -> int:
+    """Return the bytes of the lease with `room_of`: the matrix, then the pieces."""
+    return ceil_to(ITEMSIZE * whole, ALIGNMENT) + ceil_to(ITEMSIZE * pieces, ALIGNMENT)
 
 
 class Work(NamedTuple):
@@ -162,15 +115,13 @@ class Work(NamedTuple):
 
 def work_of(layouts: Sequence[UnitLayout]) -> list[Work]:
     """Return the work of each rank."""
-    form, world = form_of(layouts), _owners(layouts)
-    done = [[0, 0, 0] for _ in range(world)]
+    done = [[0, 0, 0] for _ in range(_owners(layouts))]
     for unit, group in _all(layouts):
         for owner, param in group:
-            done[owner][0] += work_on(unit.params[param])
-            done[owner][2] += form.itemsize * (form.planes + 1) * unit.params[param].numel
-            done[owner][1] += (world - 1) * factors_nbytes(unit.params[param])
+            done[owner][0] += flops_of(unit.params[param].shape)
+            done[owner][2] += 2 * ITEMSIZE * unit.params[param].numel
             for rank, numel in enumerate(pieces_of(unit, param)):
                 if rank != owner:  # the piece to the owner, and its update back
-                    done[rank][1] += form.itemsize * form.planes * numel
-                    done[owner][1] += form.itemsize * numel
+                    done[rank][1] += ITEMSIZE * numel
+                    done[owner][1] += ITEMSIZE * numel
     return [Work(*each) for each in done]

@@ -4,7 +4,7 @@ A *unit* is a list of parameters that are gathered and released together.
 
 - Parameters are ordered into *runs* of equal (trainable, dtype), and by group within a run; each begins on a
   multiple of the alignment: SEGMENT_ELEMENTS, or MOMENT_BLOCK with moments in 8 bits, so that each of their
-  blocks lies in one chunk. A parameter that is updated as a whole (by Muon, by Adafactor) is a run of its
+  blocks lies in one chunk. A parameter that is updated as a whole (by Muon) is a run of its
   own, so that its chunks have nothing else. Parameters whose moments stay fp32 are in runs of their own, too.
 - A run is cut into as many equal *slices* as there are ranks, padded to the alignment. They lie side by
   side in the unit's gathered storage; rank r has the r-th slice. The slices of a rank from all runs are its
@@ -34,16 +34,16 @@ if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, `prec
 
 class ParamSpec(NamedTuple):
     """What planning knows of one parameter. `precision` is the dtype of its copy, as ``fp32``, ``bf16`` or
-    ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen. `matrix`: the optimizer that
-    updates it as a whole, in its shape, one of `planning/matrices.py`; "": none. `fp32_moments`: its moments
-    are fp32, whatever form those of other parameters have."""
+    ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen. `matrix`: Muon
+    updates it as a whole, in its shape (`planning/matrices.py`). `fp32_moments`: its moments are fp32,
+    whatever form those of other parameters have."""
 
     name: str
     shape: tuple[int, ...]
     precision: str
     trainable: bool
     group: int
-    matrix: str = ""
+    matrix: bool = False
     fp32_moments: bool = False
 
     @property
@@ -78,8 +78,7 @@ class Segment(NamedTuple):
 class Chunk:
     """A piece of a unit's shard. `start` and `numel` count elements of the shard (padding
     included), `copy_offset` bytes of the unit's gathered storage. `matrix`: it is a piece of one parameter,
-    and of nothing else, that this optimizer updates as a whole; "": it is not. `fp32_moments`: as all of its
-    parameters have it."""
+    and of nothing else, that Muon updates as a whole. `fp32_moments`: as all of its parameters have it."""
 
     id: int
     unit: int
@@ -89,7 +88,7 @@ class Chunk:
     trainable: bool
     copy_offset: int
     segments: tuple[Segment, ...]
-    matrix: str = ""
+    matrix: bool = False
     fp32_moments: bool = False
 
     @functools.cached_property

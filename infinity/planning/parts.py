@@ -31,7 +31,6 @@ from infinity.core.sizes import (
 )
 
 from .in_place import InPlace
-from .matrices import ADAFACTOR, MUON
 from .partition import Chunk, ParamSpec, UnitLayout
 from .placement import Assignment
 
@@ -279,9 +278,7 @@ def kept_of(of: Chunk | ParamSpec, moments: Sequence[Moment]) -> tuple[Moment, .
     """Return what the state keeps of a chunk or a parameter, where it is `moments` of most."""
     if of.fp32_moments:
         moments = [moment._replace(precision="fp32") for moment in moments if moment.block == 1]
-    if of.matrix == ADAFACTOR:
-        return ()  # see `factors_of`
-    return tuple(moments[0]._replace(name=name) for name in MATRIX) if of.matrix == MUON else tuple(moments)
+    return tuple(moments[0]._replace(name=name) for name in MATRIX) if of.matrix else tuple(moments)
 
 
 def _in_place(chunk: Chunk, place: InPlace) -> ChunkParts:

@@ -16,7 +16,6 @@ from infinity.core.sizes import Tier, format_size
 
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
-from .matrices import factors_nbytes
 from .partition import ParamSpec, UnitLayout, partition
 from .parts import ADAM, alignment_of, kept_of, moments_of, plan_chunks
 from .placement import assign
@@ -318,7 +317,6 @@ def checkpoint_nbytes(model: Model, config: Config) -> int:
     for param in (p for _, params in model.units for p in params):
         if param.trainable:
             saved += 4 * param.numel + sum(m.nbytes(param.numel) for m in kept_of(param, moments))
-            saved += factors_nbytes(param)
         saved += param.nbytes if not param.trainable or config.update == "delayed" else 0
     return saved
 

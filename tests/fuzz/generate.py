@@ -78,9 +78,6 @@ def generate(seed: int) -> Json:
     patterns = ("*weight*", "*bias*", "*[02468]*", "*")
     some = rules.sample(patterns, rules.choice((1, 2))) if rules.random() < 0.5 else []
     config["state_fp32"] = some if config["state_dtype"] != "fp32" else []
-    if config["state_dtype"] == "fp32" and Random(f"own {seed}").random() < 0.15:
-        whole = config["update"] != "delayed" and Random(f"whole {seed}").random() < 0.4
-        config["optimizer"] = "Adafactor" if whole else "RMSprop"  # by its own code
     config["skip_nonfinite"] = Random(f"skip {seed}").random() < 0.2
     return fitted({"seed": seed, "family": theme, "tree": tree, "config": config, "program": program})
 

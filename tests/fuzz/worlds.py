@@ -55,8 +55,6 @@ def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
         "momentum": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
         "Adagrad": torch.optim.Adagrad,
         "Lion": Lion,
-        "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
-        "Adafactor": partial(torch.optim.Adafactor, foreach=False),
     }
     return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)
 
@@ -234,10 +232,6 @@ class PlainWorld(World):
                     self.moments[p] = self._new_moments(names[p], p)
                 factor = self.factors.get(p, 1.0) * clip / self.scale_now
                 gradient = raw.float().contiguous().view(-1)
-                if self.rule.code is not None:
-                    self._update_by_own_code(p, group, gradient * factor)
-                    self._updated(p, delayed)
-                    continue
                 segment = Segment(
                     *(0, p.numel(), 0, rounding_key(names[p], self.updates[p]), self.updates[p]),
                     *(group["lr"], group["weight_decay"]),
@@ -252,15 +246,6 @@ class PlainWorld(World):
             self.good += 1
             if self.good == self.config["loss_scale_window"]:
                 self.scale_now, self.good = min(self.scale_now * 2, 2.0**24), 0
-
-    def _update_by_own_code(self, p: Any, group: Json, grad: torch.Tensor) -> None:
-        """The only counter of these is the number of updates."""
-        from ..whole import update_by_own_code
-
-        state: Json = {"step": torch.tensor(float(self.updates[p] - 1))}
-        state |= zip(self._kinds(p), self.moments[p], strict=True)
-        shape = p.shape if self.rule.has_factors else (-1,)
-        update_by_own_code(self.optimizer, group, state, self.masters[p].view(shape), grad.view(shape))
 
     def _updated(self, p: Any, delayed: bool) -> None:
         self.past[p] = p.detach().clone()
@@ -410,10 +395,9 @@ class PlainWorld(World):
 
     def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
         p = self.named()[name]
-        kinds, moments = self._kinds(p), self.moments.get(p)
+        kinds, moments = self.rule.moments, self.moments.get(p)
         if moments is None:
-            begun = self.rule.factors_of({}, p.shape)
-            return {"master": self.masters[p], **dict.fromkeys(kinds), **begun}
+            return {"master": self.masters[p], **dict.fromkeys(kinds)}
         if moments and moments[0].dtype is torch.uint8:
             pairs = zip(kinds, moments[: len(kinds)], moments[len(kinds) :], strict=True)
             wide = [decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs]
@@ -421,12 +405,7 @@ class PlainWorld(World):
             wide = [m.float() for m in moments]
         return {"master": self.masters[p], **dict(zip(kinds, wide, strict=True))}
 
-    def _kinds(self, p: Any) -> tuple[str, ...]:
-        return (*self.rule.moments, *self.rule.factors_of({}, p.shape))
-
     def _new_moments(self, name: str, p: Any) -> list[torch.Tensor]:
-        if self.rule.has_factors:
-            return [*self.rule.factors_of({}, p.shape).values()]
         numel = p.numel()
         exact = any(fnmatchcase(name, pattern) for pattern in self.config["state_fp32"])
         form = "fp32" if exact else self.config["state_dtype"]
@@ -618,10 +597,7 @@ class OffloadedWorld(World):
             self._states = self.optimizer.state_dict()["state"]
         params = [id(p) for g in self.optimizer.param_groups for p in g["params"]]
         state = self._states.get(params.index(id(self.named()[name])), {})
-        rule = self.optimizer.rule
-        begun = rule.factors_of({}, self.named()[name].shape)
-        kept = {k: state.get(k) for k in ("master", *rule.moments)}
-        return kept | {k: state.get(k, zeros) for k, zeros in begun.items()}
+        return {k: state.get(k) for k in ("master", *self.optimizer.rule.moments)}
 
     def close(self) -> None:
         import infinity

@@ -103,10 +103,7 @@ CASES["backward-reentrant"] = {**CASES["reentrant"], **_IN_BACKWARD}
 CASES["backward-activations"] = {**CASES["activations"], **_IN_BACKWARD}
 for _placement in ("device-device-host", "device-host-host", "host-nvme-nvme"):
     CASES[f"muon-{_placement}"] = {**CASES[_placement], "optimizer": "muon"}
-for _placement in ("device-device-device", "device-host-host", "nvme-nvme-nvme"):
-    CASES[f"adafactor-{_placement}"] = {**CASES[_placement], "optimizer": "adafactor"}
 for _placement in ("device-host-host", "host-nvme-nvme"):
-    CASES[f"own_code-{_placement}"] = {**CASES[_placement], "optimizer": "rmsprop"}
     forms = {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ["*.bias"]}
     CASES[f"fp32_moments-{_placement}"] = {**CASES[_placement], **forms}
 #: Each chunk has the lease of the one before it.
@@ -158,8 +155,6 @@ def _muon(model: Net) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "muon": _muon,
-    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
-    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
 }
 
 
