@@ -171,11 +171,15 @@ def idle(of: Contestant, *, tokens: int) -> dict[str, Any]:
         begin = max(now(), lib.end(0))
         machine.trace(True)
         of.step()
-        end = max(now(), lib.end(0))
+        last = lib.end(0)
+        end = max(now(), last)
         machine.trace(False)
         step_end = of.phases[-2][1]
     waits = waits_of_engine(path, step_end) if of.is_engine else of.optimizer.waits.spans
-    return {"tokens": tokens, "step": end - begin, "idle": causes(machine.gaps(), waits, of.phases)}
+    # A gap is noted when it ends: the first may have begun before this step, and the last ends after it.
+    gaps = [(max(first, begin), until, cause) for first, until, cause in machine.gaps() if until > begin]
+    gaps += [(max(last, begin), end, -1)] if end > max(last, begin) else []
+    return {"tokens": tokens, "step": end - begin, "idle": causes(gaps, waits, of.phases)}
 
 
 def count(of: Contestant, *, tokens: int, native: adapter.Native) -> dict[str, Any]:
