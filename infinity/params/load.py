@@ -282,9 +282,9 @@ class _Worker:
             while self._updated:
                 updated = self._updated.popleft()
                 for blocked in [*self._blocked] if updated is None else [updated]:
-                    if (load := self._blocked.pop(blocked, None)) is not None:
-                        load.behind_update, load.updated = False, now()
-                        heapq.heappush(self._waiting, (load.place, load))
+                    if (freed := self._blocked.pop(blocked, None)) is not None:
+                        freed.behind_update, freed.updated = False, now()
+                        heapq.heappush(self._waiting, (freed.place, freed))
             while self._waiting:
                 _, load = heapq.heappop(self._waiting)
                 if load.chunks:

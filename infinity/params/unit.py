@@ -15,6 +15,11 @@ engine frees the memory it counts the owners of the storage and of the parameter
 when the unit was bound, code outside of the engine is among them. Then the memory stays, and the engine
 writes new values into it, so that an alias shows what it shows in torch. The engine cannot count raw
 addresses (`data_ptr()`, CUDA graphs, IPC).
+
+[Note: late loads] Ranks gather units in one order, and a gather ahead begins where a load has begun. So with
+several ranks a load that finds no memory counts as begun: the unit is LOADING, and its load is *late*. The
+engine tries again at each visit, and at the latest where the ranks gather the unit. There it raises the error
+of the device. Other loads of this rank may become late instead (`put_off`). No collective depends on that.
 """
 
 from __future__ import annotations
