@@ -51,11 +51,11 @@ def tokens(seed: int = 0) -> torch.Tensor:
 
 
 def build(seed: int = 0, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """With torch's own eps, Adam would make a whole step of rounding where a gradient is near zero: some CPUs
-    would have elements elsewhere than plain torch."""
+    """Beside plain torch, gradients differ by their rounding, about 1e-7. Where one is near zero, Adam moves
+    an element by lr / eps of that: with this eps by 1e-7; with torch's own, by a whole step on some CPUs."""
     torch.manual_seed(seed)
     model = Net()
-    return model, torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, "eps": 1e-4, **options})
+    return model, torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, "eps": 1e-2, **options})
 
 
 @pytest.fixture
