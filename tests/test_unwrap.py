@@ -69,6 +69,25 @@ def test_unwrap_gives_a_plain_model_back(dtype: str, update: str, parameters: st
     infinity.close(model)
 
 
+def test_the_model_or_its_optimizer_is_what_every_call_takes(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, CutModel)
+    train(model, optimizer)
+    plain = CutModel()
+    for number, thing in enumerate((model, optimizer)):
+        saved = infinity.save(thing, tmp_path / f"saved {number}")
+        infinity.load(thing, saved)
+        infinity.export(thing, tmp_path / f"exported {number}")
+        infinity.copy_to(thing, plain)
+        infinity.flush(thing)
+        assert_close(list(plain.parameters()), values(model))
+        with infinity.trace(thing, tmp_path / "trace.json"):
+            train(model, optimizer)
+        assert infinity.metrics(thing)["steps"] == optimizer.steps
+    assert infinity.unwrap(optimizer) is model
+    infinity.close(optimizer)
+    infinity.close(model)
+
+
 def test_unwrap_lets_the_old_optimizer_step_again(tmp_path: Path) -> None:
     model, old = built(HeadModel)
     infinity.unwrap(infinity.wrap(model, old, config_for(tmp_path))[0])

@@ -14,20 +14,20 @@ from infinity.hardware.deferral import in_backward
 from infinity.params.param import ShardedParam, plain_name, sharded_of
 
 from .checkpoint import Progress, interruptible, settle
-from .engine import Engine, engine_of
+from .engine import Engine, engine_of, model_of
 from .module_state import engine_in
 from .together import together
 
 _Here: TypeAlias = tuple[torch.Tensor, bool]  # a value, and whether a state dict would have it
 
 
-def copy_to(model: nn.Module, plain: nn.Module) -> None:
+def copy_to(model: nn.Module | torch.optim.Optimizer, plain: nn.Module) -> None:
     """Copy the newest values of a wrapped model into a plain one, chunk by chunk. Use it for averages of
     weights (EMA, SWA), and for everything else that needs a model that can be copied.
 
     Args:
-        model: as `wrap` or `inference` returned it, or a part of it. With several ranks, call `copy_to` on
-            all of them; each gets the whole model in its `plain`.
+        model: as `wrap` or `inference` returned it, a part of it, or the optimizer of `wrap`. With several
+            ranks, call `copy_to` on all of them; each gets the whole model in its `plain`.
         plain: a module with the same names and shapes, on any device: a copy from before `wrap`, or a newly
             built model. Its parameters keep their dtypes. They get the values of the fp32 masters if the
             compute dtype differs from their own. `copy_to` copies buffers, too; it copies a buffer that is
@@ -42,7 +42,8 @@ def copy_to(model: nn.Module, plain: nn.Module) -> None:
         DivergenceError, RankError: the ranks do not make the same calls; or one of them failed.
         StorageError: a transfer or an update failed.
     """
-    engine = engine_in(model) or engine_of(model)
+    wrapped: nn.Module = model_of(model)
+    engine = engine_in(wrapped) or engine_of(wrapped)
     engine.phases.check()
     if in_backward() or engine.phases.is_forward_here():
         raise ParameterError(
@@ -59,7 +60,7 @@ def copy_to(model: nn.Module, plain: nn.Module) -> None:
 
     def find() -> None:
         found = dict(_tensors(plain))
-        wanted = dict(_tensors(model))
+        wanted = dict(_tensors(wrapped))
         for name in {**wanted, **found}:
             _check(name, wanted.get(name), found.get(name))
         for name, (value, lasts) in wanted.items():

@@ -478,6 +478,11 @@ def _shut_down(
             stack.callback(close)
 
 
+def model_of(thing: Any) -> Any:
+    """Return the model of an optimizer of `wrap`; anything else as it is."""
+    return engine_of(thing).model() if isinstance(thing, torch.optim.Optimizer) else thing
+
+
 def engine_of(thing: object) -> Engine:
     """Return the engine of a wrapped model, its optimizer, or one of its parameters.
 

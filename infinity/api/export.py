@@ -44,7 +44,7 @@ from .checkpoint import (
     writing_ring,
     wrong_index,
 )
-from .engine import Engine
+from .engine import Engine, model_of
 from .module_state import ModuleValues, engine_in, state_of
 from .together import agree_on_path, guarded, together
 
@@ -56,7 +56,7 @@ _CONFIG: Final = "config.json"
 
 
 def export(
-    model: nn.Module | str | os.PathLike[str],
+    model: nn.Module | torch.optim.Optimizer | str | os.PathLike[str],
     path: str | os.PathLike[str],
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
@@ -82,8 +82,9 @@ def export(
     into one directory that all share, at the first rank's path. One rank alone exports a checkpoint.
 
     Args:
-        model: as `wrap` returned it, a part of it, or a plain module. Or the path of a checkpoint of
-            `infinity.save`; or a directory of checkpoints, for the one that was completed last.
+        model: as `wrap` returned it, a part of it, or a plain module; or the optimizer of `wrap`. Or the path
+            of a checkpoint of `infinity.save`; or a directory of checkpoints, for the one that was completed
+            last.
         path: the directory that `export` creates. It may exist if it is empty.
         dtype: of all parameters: "fp32" (the masters), "bf16" or "fp16". None: the compute dtype of each
             parameter; for a plain module the dtypes that it has; for a checkpoint the dtype that its
@@ -115,6 +116,7 @@ def export(
         RankError: a rank is gone, or makes another call. Any other error on one rank raises an error of the
             same class on all.
     """
+    model = model_of(model)
     engine = engine_in(model) if isinstance(model, nn.Module) else None
     with contextlib.ExitStack() as stack:
         if engine is not None:

@@ -52,7 +52,7 @@ _ATTEMPTS: Final = 1000  # each another checkpoint, that a process which saves m
 
 
 def load(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | torch.nn.Module,
     path: str | PathLike[str],
     *,
     state: MutableMapping[str, Any] | None = None,
@@ -72,7 +72,7 @@ def load(
     random numbers. The torch generator of rank r then starts with the first rank's seed plus r, as in `wrap`.
 
     Args:
-        optimizer: as `wrap` returned it.
+        optimizer: the optimizer or the model, as `wrap` returned them.
         path: a checkpoint; or a directory of checkpoints, for the one that was completed last.
         state: as for `save`. `load` calls `load_state_dict` of each object that has one, with the saved
             values. It replaces other values by the saved ones. Tokenizers stay as they are.

@@ -49,7 +49,7 @@ _NO_ROOM: Final = (
 
 
 def save(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | torch.nn.Module,
     path: str | os.PathLike[str],
     *,
     state: Mapping[str, Any] | None = None,
@@ -72,7 +72,7 @@ def save(
     ranks.
 
     Args:
-        optimizer: as `wrap` returned it.
+        optimizer: the optimizer or the model, as `wrap` returned them.
         path: a directory of checkpoints; `save` creates it if it does not exist. On nodes that share no file
             system, this may be a separate directory on each node. Each node then holds what its ranks have.
         state: further values to save, by name: JSON values, bytes, tensors, numpy arrays, tuples, sets, dicts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from infinity.core.errors import OptimizerTypeError, WrapError
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.rules import EXAMPLE, EXPECTED
 
-from .engine import Engine, engine_of
+from .engine import Engine, engine_of, model_of
 from .unwrap import restore
 
 if TYPE_CHECKING:
@@ -91,8 +91,12 @@ def flush(thing: object) -> None:
         engine.phases.finish()
 
 
-def unwrap(model: _Model) -> _Model:
-    """Turn a wrapped model into a plain one again, and return it.
+@overload
+def unwrap(model: _Model) -> _Model: ...
+@overload
+def unwrap(model: torch.optim.Optimizer) -> nn.Module: ...
+def unwrap(model: Any) -> Any:
+    """Turn a wrapped model into a plain one again, and return it. `model` is the model or its optimizer.
 
     The parameters are the same objects, and ordinary parameters again. Parameters and buffers are on the
     host. The parameters have the newest values in the dtype that they had at `wrap` (the values of the fp32
@@ -109,7 +113,7 @@ def unwrap(model: _Model) -> _Model:
         ParameterError: the call is inside a `gathered` block.
         StorageError: a transfer or an update failed.
     """
-    engine = engine_of(model)
+    engine, model = engine_of(model), model_of(model)
     restore(engine)
     _PLAIN_AGAIN.add(model)
     if engine.trains:
