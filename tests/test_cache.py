@@ -235,8 +235,7 @@ class Stub:
         self.state = UnitState.LOADING
 
     def reshard(self) -> bool:
-        if not self.held:
-            self.state = UnitState.SHARDED
+        self.state = self.state if self.held else UnitState.SHARDED  # as a unit chooses its classes again
         return not self.held
 
     def warn_held(self) -> None:

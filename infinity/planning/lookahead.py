@@ -68,7 +68,7 @@ class Lookahead:
         if not idle:
             self.idle.discard(unit)
             self._keys.pop(unit, None)
-        else:
+        elif unit not in self.idle:  # else it is a candidate already, or was taken
             self.idle.add(unit)
             self.put_back(unit)
 
