@@ -221,6 +221,16 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not the metadata",
     ),
     "no metadata": (lambda f: (f / ".metadata").unlink(), "is of a save that did not end"),
+    "a name of another module": (
+        lambda f: (f / ".metadata").write_bytes(b"cos\nsystem\n."),
+        "os.system is not",
+    ),
+    "attributes of a class": (
+        lambda f: (f / ".metadata").write_bytes(
+            b"ctorch.distributed.checkpoint.metadata\nMetadata\n(dX\x01\x00\x00\x00aK\x01sb."
+        ),
+        "a class or a function is given attributes",
+    ),
 }
 
 

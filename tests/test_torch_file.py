@@ -105,6 +105,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(100)}, tmp_path / "new.pt")
     with zipfile.ZipFile(tmp_path / "new.pt") as new:
         content = {name: new.read(name) for name in new.namelist()}
+    with zipfile.ZipFile(tmp_path / "compressed.pt", "w", zipfile.ZIP_DEFLATED) as other:
+        for name, text in content.items():
+            other.writestr(name, text)
     for kind, changed in {
         "lacking": {name: text for name, text in content.items() if name != "new/data/0"},
         "without": {name: text for name, text in content.items() if name != "new/data.pkl"},
@@ -112,7 +115,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / f"{kind}.pt", "w") as other:
             for name, text in changed.items():
                 other.writestr(name, text)
-    for kind in ("old", "empty", "lacking", "without"):
+    for kind in ("old", "empty", "compressed", "lacking", "without"):
         with pytest.raises((CorruptionError, DataError)) as raised:
             load_saved(str(tmp_path / f"{kind}.pt"))
         assert raised.value.cure, kind

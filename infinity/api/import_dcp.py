@@ -25,7 +25,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -174,14 +174,25 @@ _ALLOWED: Final[Mapping[str, frozenset[str]]] = {
         ("TensorProperties", "MEM_FORMAT_ENCODING")
     ),
     "torch.distributed.checkpoint.filesystem": frozenset(("_StorageInfo",)),
-    "torch.serialization": frozenset(("_get_layout",)),
     "collections": frozenset(("OrderedDict",)),
     "pathlib": frozenset(("PosixPath", "PurePosixPath")),
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads the metadata of a checkpoint, and finds no class but those of torch that are in one."""
+class _Unpickler(pickle._Unpickler):
+    """Reads the metadata of a checkpoint, and finds no class but those of torch that are in one. It is
+    Python's reader that is written in Python: that one lets us refuse to give a class attributes."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        """Give an object its state, and no class: that would change it for the whole process."""
+        if len(self.stack) < 2 or isinstance(self.stack[-2], type) or callable(self.stack[-2]):
+            raise pickle.UnpicklingError("a class or a function is given attributes")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # type: ignore[arg-type]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what `name` of `module` is.
@@ -193,9 +204,18 @@ class _Unpickler(pickle.Unpickler):
             value = getattr(torch, name, None)
             if value is torch.Size or isinstance(value, torch.dtype):
                 return value
+        elif (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
         elif name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not of the metadata of a checkpoint")
+
+
+def _layout(name: str) -> torch.layout:
+    """Return the layout of the tensors of a checkpoint."""
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"tensors with the layout {name!r:.40}")
+    return torch.strided
 
 
 class _Reader(FileSystemReader):

@@ -437,12 +437,16 @@ def _groups_of(
 def _loss_scale_of(state: Any) -> dict[str, float]:
     """Return the loss scale of a run in fp16, and the steps since it changed."""
     scaler = entry_of(state, "loss_scaler")
-    scale = number_in(scaler.attribute("cur_scale")) if isinstance(scaler, Record) else None
+
+    def attribute(name: str) -> float | None:
+        if isinstance(scaler, Record):
+            return number_in(scaler.attribute(name))
+        return number_in(getattr(scaler, name, None))  # torch makes an object of a class that was allowed
+
+    scale = attribute("cur_scale")
     if not scale or scale == 1.0 or math.frexp(scale)[0] != 0.5:
         return {}
-    now, last, window = (
-        number_in(scaler.attribute(key)) for key in ("cur_iter", "last_overflow_iter", "scale_window")
-    )
+    now, last, window = (attribute(key) for key in ("cur_iter", "last_overflow_iter", "scale_window"))
     good = 0.0
     if now is not None and last is not None and window is not None and window >= 1:
         good = max(0.0, now - last - 1) % window

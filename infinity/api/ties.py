@@ -35,8 +35,8 @@ def declared(model: Any) -> dict[str, str] | None:
     found: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     with contextlib.suppress(ValueError):  # adapters have put the names that a pattern looks for elsewhere
         found = expand(all_submodels=True)
-    plain = {target: source for target, source in found.items() if target != source}
-    return {_without_adapters(target): _without_adapters(source) for target, source in plain.items()}
+    plain = ((_without_adapters(target), _without_adapters(source)) for target, source in found.items())
+    return {target: source for target, source in plain if target != source}
 
 
 def _without_adapters(name: str) -> str:
@@ -57,9 +57,12 @@ def left_out(model: Any, contents: Mapping[str, object], *, untied: bool = False
         return None
     found = {}
     for name in () if untied else pairs:
-        source = name
-        while source in pairs and contents.get(pairs[source]) == contents.get(name) is not None:
+        source, seen = name, {name}
+        while source in pairs and pairs[source] not in seen:
+            if name not in contents or contents.get(pairs[source]) != contents[name]:
+                break
             source = pairs[source]
+            seen.add(source)
         if source != name:
             found[name] = source
     return found

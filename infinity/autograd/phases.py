@@ -422,9 +422,7 @@ class Phases:
         self.claims.release_recomputed(forward.scope)
         self.newest = forward.newest
         units = forward.scope.units
-        if (
-            self.behind is not None
-        ):  # of an output that is handed on the gradient comes last: nothing reads them
+        if self.behind is not None:  # an output that is handed on has its gradient last: nothing reads them
             units = tuple(unit for unit in units if not self.behind.has_updated(unit))
         self._residency.acquire(units, forward, newest=self.newest)
         self.claims.release_recomputed(None)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # it takes seconds, and a plan of a preset needs none: import
     import torch
     from torch import nn
 
-#: The groups whose parameters are updated as a whole, and by what, of an optimizer that has such.
-
 _FILES: Final = ("vocab.json", "vocab.txt", "spiece.model")
 
 

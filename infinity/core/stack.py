@@ -64,6 +64,7 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(os.path.dirname(__fi
 _MODULES: Final = "torch.nn.modules.module"
 _GRAPH: Final = "torch.autograd.graph"
 _DISTRIBUTED: Final = "torch.distributed.checkpoint.state_dict"
+_ACCELERATE: Final = "accelerate.accelerator"
 
 
 def _is_of(frame: FrameType, home: str, name: str) -> bool:
@@ -92,6 +93,11 @@ def is_for_checkpoint() -> bool:
     """Return whether torch's functions for distributed checkpoints (`get_optimizer_state_dict`,
     `get_state_dict`, and what they call in a load) make a state dict of an optimizer on this thread."""
     return any(_is_of(frame, _DISTRIBUTED, "_get_optim_state_dict") for frame in frames())
+
+
+def is_prepared_now() -> bool:
+    """Return whether accelerate prepares an optimizer on this thread."""
+    return any(_is_of(frame, _ACCELERATE, "prepare_optimizer") for frame in frames())
 
 
 def calls_of(module: object) -> int:

@@ -30,8 +30,8 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
-    """The type of `optimizer.state`: without entries, because the state is on its tiers. A read or a reset
-    raises an error that says what to write.
+    """The type of `optimizer.state`: without entries, because the state is on its tiers. A write or a reset,
+    and a read of a value, raise an error that says what to write. It has no length, and `in` finds nothing.
 
     It is true: torch's functions for distributed checkpoints take a false one for state that has not begun,
     and begin it by a step. `optimizer.state[param]` has the names of what a state dict has of a parameter, by
@@ -46,7 +46,7 @@ class NoState(defaultdict[nn.Parameter, dict[str, Any]]):
     def __missing__(self, param: nn.Parameter) -> Any:
         return _Names(self.names(param))
 
-    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
 
 
 class _Names(Mapping[str, Any]):

@@ -21,7 +21,7 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
-from infinity.core.stack import is_for_checkpoint
+from infinity.core.stack import is_for_checkpoint, is_prepared_now
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
@@ -209,7 +209,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """What accelerate asks first when it prepares an optimizer."""
+        """What accelerate asks first when it prepares an optimizer. A read by others changes nothing."""
+        if not is_prepared_now():
+            return self._of_accelerate
         self._of_accelerate = bool(Prepared())
         return self._of_accelerate
 

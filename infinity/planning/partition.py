@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, `prec
 
 class ParamSpec(NamedTuple):
     """What planning knows of one parameter. `precision` is the dtype of its copy, as ``fp32``, ``bf16`` or
-    ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen. `matrix`: Muon
-    updates it as a whole, in its shape (`planning/matrices.py`). `fp32_moments`: its moments are fp32,
+    ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen. `matrix`:
+    Muon updates it as a whole, in its shape (`planning/matrices.py`). `fp32_moments`: its moments are fp32,
     whatever form those of other parameters have."""
 
     name: str

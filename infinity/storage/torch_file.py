@@ -6,7 +6,8 @@ is not imported: a `Record` stands for it under its name, and keeps what the fil
 
 Tensors are mapped from the file, and a page of it is read when it is used. The archive has a CRC-32 of each
 entry. `load_saved` reads the whole file once to compare them, so that a damaged or unreadable file is an
-error before anything of it is used.
+error before anything of it is used. A file that becomes shorter after that, or a drive that fails then, ends
+the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Record:
 
 def load_saved(path: str) -> Any:
     """Return what `torch.save` has written into a file: containers, numbers, texts, tensors on the CPU that
-    are mapped from the file, and a `Record` for each object of another class.
+    are mapped from the file, and a `Record` for each object of another class. A class that the program has
+    allowed before (`torch.serialization.add_safe_globals`) is made by torch. No other thread may load files
+    by torch meanwhile: the list of allowed names is one for the process.
 
     Raises:
         DirectoryError: the file cannot be read.
@@ -127,10 +130,14 @@ def check_archive(source: str | io.BytesIO, path: str) -> None:
     try:
         with zipfile.ZipFile(source) as archive:
             for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED:  # torch maps the bytes of the file as they are
+                    raise _damaged(path, f"{info.filename!r} is compressed")
                 with archive.open(info) as file:
                     left = info.file_size if info.CRC else 0
                     while left > 0:
                         left -= len(file.read(_PIECE)) or left
+    except InfinityError:
+        raise
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
         raise _damaged(path, f"{error}"[:200] or type(error).__name__) from error
     except OSError as error:
