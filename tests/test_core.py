@@ -264,6 +264,8 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"check_edits": "yes"}, "check_edits cannot be used", "check_edits=False"),
         ({"nvme": []}, "names no directory", "nvme="),
         ({"nvme": [3]}, "names no directory", "nvme="),
+        ({"nvme": {"/mnt/a": 0.3, "/mnt/b": 0.7}}, "names no directory", "nvme="),
+        ({"nvme": "a\0b"}, "names no directory", "nvme="),
         ({"nvme": ["/x", "/x/../x"]}, "named twice", "once"),
         ({"host_memory": "lots"}, "host_memory is not a size", "20GiB"),
     ],

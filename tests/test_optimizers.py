@@ -432,6 +432,12 @@ def test_what_is_not_supported_is_refused(make: Make, found: str, tmp_path: Path
         wrapped(make, tmp_path)
 
 
+def test_an_optimizer_that_accelerate_has_prepared_comes_too_late(tmp_path: Path) -> None:
+    kind = type("AcceleratedOptimizer", (torch.optim.AdamW,), {"__module__": "accelerate.optimizer"})
+    with pytest.raises(OptimizerTypeError, match="`infinity.wrap` first"):
+        wrapped(lambda params: kind(params), tmp_path)
+
+
 def test_a_momentum_that_there_is_no_room_for_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     def wrapped_sgd(momentum: float) -> Any:
         torch.manual_seed(0)

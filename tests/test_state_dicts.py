@@ -261,6 +261,19 @@ def test_every_rule_names_what_a_flat_state_dict_has(name: str) -> None:
     infinity.close(back)
 
 
+def test_a_flat_state_dict_of_torch_that_has_no_state_loads() -> None:
+    options = dist_state.StateDictOptions(flatten_optimizer_state_dict=True)
+    plain = build()[0]
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
+    train(plain, sgd, 1)
+    flat = dist_state.get_optimizer_state_dict(plain, sgd, options=options)
+    model = build()[0]
+    made = infinity.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), infinity.Config(device="cpu"))
+    dist_state.set_optimizer_state_dict(*made, flat, options=options)
+    assert made[1].param_groups[0]["lr"] == 0.05
+    infinity.close(made[1])
+
+
 ON_RANKS = """
 import json, sys
 import torch.distributed as dist

@@ -20,7 +20,7 @@ from infinity.hardware.deferral import Deferral
 from infinity.storage.checkpoints import Save
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.tensor_file import TensorFile, write_all
-from infinity.storage.tensor_header import Spec, nbytes_of
+from infinity.storage.tensor_header import NAMES, Spec, nbytes_of
 from infinity.storage.torch_file import Record, is_dense, load_saved, part
 
 from .checkpoint import Progress, check_free, content_of, interruptible, writing_ring
@@ -32,7 +32,7 @@ _PIECE: Final = 1 << 20  # elements that are in memory at once
 _MOST: Final = 1 << 53  # beyond it, a float is no count
 _DEPTH: Final = 50  # containers in containers, in further state
 _KEYS: Final = (str, int, float, bytes, type(None))
-_PLAIN: Final = (*_KEYS, complex, bytearray, dict, list, tuple, set, frozenset)
+_PLAIN: Final = (*_KEYS, bytearray, dict, list, tuple, set, frozenset)  # bool is an int
 _T = TypeVar("_T")
 
 
@@ -195,13 +195,13 @@ def plain(value: Any, left_out: list[str], where: str, depth: int = 0) -> Any:
     """Return state without what is an object of a class, whose places are added to `left_out`. Tensors are
     read."""
     if isinstance(value, torch.Tensor):
-        if is_dense(value):
+        if is_dense(value) and value.dtype in NAMES:
             return value.detach().clone()
-        left_out.append(where)
+        left_out.append(f"{where} (a tensor in {value.dtype})")
         return None
     if depth > _DEPTH or not isinstance(value, _PLAIN):
         kind = value if isinstance(value, type) else type(value)
-        left_out.append(f"{where} ({kind.name})" if issubclass(kind, Record) else where)
+        left_out.append(f"{where} ({kind.name if issubclass(kind, Record) else kind.__name__})")
         return None
     if isinstance(value, dict):
         kept = {}

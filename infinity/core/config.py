@@ -535,10 +535,10 @@ def _directories(value: Any) -> tuple[str, ...]:
     if isinstance(value, (str, os.PathLike)):
         value = (value,)
     try:
-        names = tuple(os.fspath(v) for v in value)
+        names = () if isinstance(value, Mapping) else tuple(os.fspath(v) for v in value)
     except TypeError:
         names = ()
-    if not names or not all(isinstance(n, str) and n for n in names):
+    if not names or not all(isinstance(n, str) and n and "\0" not in n for n in names):
         raise ConfigError(
             "nvme names no directory",
             expected="a path or a list of paths",

@@ -116,10 +116,12 @@ def match(
         rule.check_saved(group, "the state dict", here)
     ids = [i for g in groups or () for i in g["params"]]
     params = [(p, rule.of(g)) for g in param_groups for p in g["params"]]
-    pairs = []
+    pairs: list[tuple[ShardedParam, Mapping[str, Any]]] = []
     for index, (param, rule) in zip(ids, params, strict=True):
         sharded = sharded_of[param]
-        values = state_dict["state"].get(index, {})
+        saved = state_dict["state"].get(index, {}).items()
+        # torch's functions for distributed checkpoints give {} for what a flat state dict does not have.
+        values = {name: v for name, v in saved if not isinstance(v, Mapping) or v}
         if others := foreign(values, rule):
             raise StateDictError(
                 f"the state dict was saved by another optimizer than {rule.kind}",

@@ -232,7 +232,9 @@ def rule_of(optimizer: object) -> Rule:
             "this optimizer cannot be offloaded",
             expected=EXPECTED,
             found=f"{kind.__module__}.{kind.__qualname__}",
-            cure=f"train with one of these, such as {EXAMPLE}",
+            cure="call `infinity.wrap` first, and pass the optimizer that it returns to `accelerator.prepare`"
+            if kind.__module__.partition(".")[0] == "accelerate"
+            else f"train with one of these, such as {EXAMPLE}",
         )
     groups = optimizer.param_groups
     if getattr(optimizer, "decoupled_wd", False):  # of lion_pytorch, in no group

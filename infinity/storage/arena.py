@@ -121,13 +121,24 @@ class Arena:
     def _check_directory(self) -> None:
         try:
             found = os.stat(self.directory)
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except NotADirectoryError as error:
+            raise self._error(
+                "cannot be there",
+                errno.ENOTDIR,
+                expected="a directory on an NVMe drive",
+                found="a file in the place of a directory above it",
+                cure="name another directory in the setting nvme",
+            ) from error
+        except FileNotFoundError as error:
+            variable = "$" in self.directory  # of a shell; which does not expand it in a file of settings
             raise self._error(
                 "is missing",
                 errno.ENOENT,
                 expected="a directory on an NVMe drive",
                 found="nothing at this path",
-                cure=f"create it (mkdir -p {shlex.quote(self.directory)}), or correct the setting nvme",
+                cure="write the directory itself into the setting nvme: $NAME is not replaced in it"
+                if variable
+                else f"create it (mkdir -p {shlex.quote(self.directory)}), or correct the setting nvme",
             ) from error
         if not stat.S_ISDIR(found.st_mode):
             raise self._error(
