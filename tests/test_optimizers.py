@@ -434,7 +434,7 @@ def test_what_is_not_supported_is_refused(make: Make, found: str, tmp_path: Path
 
 def test_an_optimizer_that_accelerate_has_prepared_comes_too_late(tmp_path: Path) -> None:
     kind = type("AcceleratedOptimizer", (torch.optim.AdamW,), {"__module__": "accelerate.optimizer"})
-    with pytest.raises(OptimizerTypeError, match="`infinity.wrap` first"):
+    with pytest.raises(OptimizerTypeError, match="wrap` first"):
         wrapped(lambda params: kind(params), tmp_path)
 
 

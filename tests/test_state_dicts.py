@@ -320,3 +320,54 @@ def test_torchs_distributed_state_dicts_on_ranks(place: str, count: int, tmp_pat
     settings |= {"nvme": str(tmp_path)} if place == "nvme" else {}
     arguments = json.dumps(settings), json.dumps(OPTIONS[:count])
     all_well(run_ranks(2, ON_RANKS, *arguments, seconds=120, imports=[dist_state.__name__]))
+
+
+BROADCAST = """
+import json, sys
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dist_state
+import infinity
+from infinity.core.errors import DivergenceError
+from tests.small_net import build, train
+from tests.test_state_dicts import equal
+
+config = infinity.Config(**json.loads(sys.argv[1]))
+model, optimizer = infinity.wrap(*build(), config)
+train(model, optimizer, 2)
+weights = model.state_dict()
+states = dist_state.get_optimizer_state_dict(model, optimizer)
+before = optimizer.state_dict()["state"]
+wanted = train(model, optimizer, 1)
+infinity.close(optimizer)
+
+first = dist.get_rank() == 0
+options = dist_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+model, optimizer = infinity.wrap(*build(seed=3), config)
+fresh, fresh_states = model.state_dict(), optimizer.state_dict()
+given = {"model_state_dict": weights if first else {}, "optim_state_dict": states if first else {}}
+try:
+    dist_state.set_state_dict(model, optimizer, **given, options=options)
+except DivergenceError as error:
+    assert error.found == "rank 0: one; rank 1: none", error
+    assert "call set_model_state_dict, and then set_optimizer_state_dict" in error.cure
+else:
+    raise AssertionError("loaded")
+assert equal(model.state_dict(), fresh) and equal(optimizer.state_dict(), fresh_states)
+
+dist_state.set_model_state_dict(model, given["model_state_dict"], options=options)  # the cure
+dist_state.set_optimizer_state_dict(model, optimizer, given["optim_state_dict"], options=options)
+assert equal(model.state_dict(), weights) and equal(optimizer.state_dict()["state"], before)
+assert train(model, optimizer, 1) == wanted
+
+given = {"model_state_dict": weights, "optim_state_dict": states}  # on all ranks, as `expected` says
+dist_state.set_state_dict(model, optimizer, **given, options=options)
+assert train(model, optimizer, 1) == wanted
+infinity.close(optimizer)
+"""
+
+
+@pytest.mark.parametrize("place", ["device", pytest.param("nvme", marks=pytest.mark.later)])
+def test_a_model_that_only_some_ranks_would_load_is_refused_on_all(place: str, tmp_path: Path) -> None:
+    settings = {"device": "cpu", "host_memory": "64MiB", **PLACES[place], "zero_stage": 3}
+    settings |= {"nvme": str(tmp_path)} if place == "nvme" else {}
+    all_well(run_ranks(2, BROADCAST, json.dumps(settings), seconds=120, imports=[dist_state.__name__]))

@@ -100,6 +100,18 @@ def is_prepared_now() -> bool:
     return any(_is_of(frame, _ACCELERATE, "prepare_optimizer") for frame in frames())
 
 
+def broadcast_has_model() -> bool | None:
+    """Return whether torch's `set_state_dict`, which this thread is in with ``broadcast_from_rank0=True``, is
+    going to load the model: torch does so where the model's state dict of this rank is not empty. None: this
+    thread is in no such call."""
+    for frame in frames():
+        if _is_of(frame, _DISTRIBUTED, "set_state_dict"):
+            info = frame.f_locals.get("info")
+            if getattr(info, "broadcast_from_rank0", False):
+                return bool(getattr(info, "handle_model", True))
+    return None
+
+
 def calls_of(module: object) -> int:
     """Return how many calls of a module are on this thread's stack."""
     return sum(is_module_call(f) and f.f_locals.get("self") is module for f in frames())

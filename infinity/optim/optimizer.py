@@ -21,7 +21,7 @@ from infinity.core.errors import (
     StateDictError,
     WrapError,
 )
-from infinity.core.stack import is_for_checkpoint, is_prepared_now
+from infinity.core.stack import broadcast_has_model, is_for_checkpoint, is_prepared_now
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
@@ -35,7 +35,7 @@ from .misuse import Prepared, is_between_steps, is_guard, refuse_alone, refuse_c
 from .rules import Rule
 from .state_io import bump
 from .update import ParamUpdate, chunk_updates
-from .whole import agree_on_step, agree_on_values
+from .whole import agree_on_broadcast, agree_on_step, agree_on_values
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
@@ -487,6 +487,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Raises:
             BudgetError: the state dict does not fit the memory that `host_memory` leaves.
+            DivergenceError: torch's `set_state_dict` calls it with ``broadcast_from_rank0=True``, and only
+                some ranks have given it a state dict of the model.
             ParameterChangedError: the program edited a parameter in place while its update was delayed.
         """
         with self.deferral.lock.hold():
@@ -499,6 +501,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         # What reads a distributed checkpoint reads what such a state dict names, and nothing else: one of an
         # optimizer that has made no step names all that a later one has.
         whole = is_for_checkpoint()
+        if whole and (has_model := broadcast_has_model()) is not None:
+            # Every rank comes here before the first broadcast of torch's.
+            self.deferral.run(lambda: agree_on_broadcast(self._comm, has_model))
         self._states.check_room(always=whole)
         looked = self._edits.check_unseen()
         self._edits.check_delayed(looked)

@@ -127,6 +127,29 @@ def agree_on_values(comm: Comm, what: str, values: Mapping[str, object]) -> None
             )
 
 
+def agree_on_broadcast(comm: Comm, has_model: bool) -> None:
+    """Check that torch's `set_state_dict` with ``broadcast_from_rank0=True`` is going to load the model on
+    all ranks (`has_model`) or on none. torch decides it on each rank alone: a rank that loads the model waits
+    in torch's broadcast for ranks that do not. Collective.
+
+    Raises:
+        DivergenceError: only some ranks would load it.
+        RankError: another rank failed, or makes another call.
+    """
+    if comm.world == 1:
+        return
+    told = comm.exchange("set_state_dict with broadcast_from_rank0=True", bytes([has_model]))
+    if len({*told}) > 1:
+        raise DivergenceError(
+            "set_state_dict with broadcast_from_rank0=True skips the model on ranks with an empty state dict "
+            "of the model, and the other ranks would wait for them forever",
+            expected="a state dict of the model on all ranks, or on none",
+            found="; ".join(f"rank {r}: {'one' if each[0] else 'none'}" for r, each in enumerate(told)),
+            cure="call set_model_state_dict, and then set_optimizer_state_dict, with the same options: these "
+            "take {} on all ranks but the first",
+        )
+
+
 def crc_of(value: object) -> int:
     """Return a checksum of a value: of a tensor with its dtype and shape."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
