@@ -10,6 +10,7 @@ import pytest
 
 import infinity
 
+from . import ranks
 from .quick import quick
 from .ranks import all_well, run_ranks
 
@@ -636,7 +637,7 @@ def train(where, times, forward):
                     raise torch.OutOfMemoryError("no memory on this rank")
             fill()
         unit._memory.fill = fill
-    for step in range(4):
+    for step in range(3):
         faults = where if rank == 1 and step == 2 else ""
         if forward:
             infinity.flush(adam)
@@ -662,14 +663,14 @@ def test_a_rank_that_is_short_of_memory_gathers_in_the_order_of_the_others(
     place: str, tmp_path: Path
 ) -> None:
     given = settings_of(tmp_path, place, "fp32", units=["Linear"])
-    cases = [("prefetch", 0, False), ("prefetch", 2, False), ("prefetch", 0, True), ("prefetch", 99, True)]
-    cases += [("load_now", 2, True)]
+    cases = [("prefetch", 0, True), ("prefetch", 2, False), ("prefetch", 99, True), ("load_now", 2, True)]
+    cases = cases[1:3] if ranks.DEVICE == "lagging" else cases  # a case takes seconds there
     results = run_ranks(2, HEAD + SHORT_OF_MEMORY, json.dumps(given), json.dumps(cases), seconds=180)
     first, second = ([json.loads(line) for line in said.splitlines()] for said in all_well(results))
-    for (_, times, forward), one, other in zip(cases, first, second, strict=True):
-        plain = first[cases.index(("prefetch", 0, forward))]
-        assert one == plain  # bits and loads; nothing failed
-        assert other[:2] == one[:2]
+    for (_, times, _), one, other in zip(cases, first, second, strict=True):
+        assert one[0] == other[0] == first[0][0]  # the bits of the run without faults
+        assert one[1] == other[1]  # as many loads
+        assert one[2:] == [0, 0]
         assert (other[2] > 0) == (times > 0)
         if times == 99:  # it failed until other loads had given way
             assert other[3] > 0
