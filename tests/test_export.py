@@ -383,7 +383,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
     with pytest.raises(ConfigError, match="the path of the model directory is empty"):
         infinity.export(model, "")
     with pytest.raises(WrapError, match="takes a model"):
-        infinity.export(adam, out)
+        infinity.export([model], out)  # type: ignore[arg-type]
     with pytest.raises(DirectoryError, match="no checkpoint"):
         infinity.export(tmp_path / "nothing", out)
     with pytest.raises(StateDictError, match="meta"):
