@@ -17,7 +17,7 @@ TOGETHER = 20
 GROUPS = [CAUGHT[at : at + TOGETHER] for at in range(0, len(CAUGHT), TOGETHER)]
 #: A wait of the device, one of the host, one for a stream that used the memory, and one before the end.
 FEW = [
-    "params/unit.py ParamUnit.load: self._device.mark()",
+    "params/unit.py ParamUnit._begin_load: self._device.mark()",
     "storage/pinned.py _QuotaBuffers.take_returned: is_over(event)",
     "grads/gradient_chunks.py GradientIO._wait: self._copied.wait()",
     "hardware/cuda_device.py CudaDevice.wait_on_device: torch.cuda.current_stream(…).wait_event(event.event)",
