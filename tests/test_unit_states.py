@@ -58,7 +58,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ParamUnit, UnitState,
     found: list[tuple[ParamUnit, UnitState, UnitState]] = []
 
     def change(self: Any, name: str, value: Any) -> None:
-        if name == "state" and self.__dict__.get("state", value) is not value:
+        if name == "_state" and self.__dict__.get("_state", value) is not value:
             found.append((self, self.state, value))
         object.__setattr__(self, name, value)
 
