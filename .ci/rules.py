@@ -16,15 +16,69 @@ from collections.abc import Iterator
 from pathlib import Path
 
 #: The folders of infinity/. A file imports from its own folder and from those before it.
-FOLDERS = "core planning hardware storage params grads optim autograd api integrations cli".split()
+FOLDERS = [
+    "core",
+    "planning",
+    "hardware",
+    "storage",
+    "params",
+    "grads",
+    "optim",
+    "autograd",
+    "api",
+    "integrations",
+    "cli",
+]
 #: What an assert may call: it has no effect, so `python -O` changes nothing.
 PURE = frozenset(
-    """
-    all any abs bool callable dict float frozenset getattr hasattr hash id int isinstance issubclass len
-    list max min range repr round set sorted str sum tuple type zip
-    data_ptr dim element_size endswith get is_contiguous is_floating_point items keys
-    named_parameters numel parameters size startswith stride storage_offset values
-    """.split()
+    [
+        "all",
+        "any",
+        "abs",
+        "bool",
+        "callable",
+        "dict",
+        "float",
+        "frozenset",
+        "getattr",
+        "hasattr",
+        "hash",
+        "id",
+        "int",
+        "isinstance",
+        "issubclass",
+        "len",
+        "list",
+        "max",
+        "min",
+        "range",
+        "repr",
+        "round",
+        "set",
+        "sorted",
+        "str",
+        "sum",
+        "tuple",
+        "type",
+        "zip",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "endswith",
+        "get",
+        "is_contiguous",
+        "is_floating_point",
+        "items",
+        "keys",
+        "named_parameters",
+        "numel",
+        "parameters",
+        "size",
+        "startswith",
+        "stride",
+        "storage_offset",
+        "values",
+    ]
 )
 PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
 #: Files with an `Unpickler` that has an allowlist of names.
