@@ -62,7 +62,7 @@ from infinity.storage.weights import Weights
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
 from .no_sync import NoSync
-from .ranks import check_matrices, check_ranks, check_same, check_split, check_stage, claim_directories
+from .ranks import check_matrices, check_ranks, check_same, check_split, check_stage
 from .refusal import add_cure
 from .state_dict import install
 from .take_over import give_memory, take_over
@@ -104,7 +104,6 @@ class Engine:
             mesh,
             timeout=config.rank_timeout,
             patience=PATIENCE,
-            independent=config.independent_replicas,
         )
         comm = reach(device=device.torch_device)
         try:
@@ -150,8 +149,6 @@ class Engine:
         if matrices and comm.world > 1 and config.zero_stage > 0:
             self.matrix_owners = reach(device=torch.device("cpu"), apart=True)  # [Note: whole at its owner]
             self.matrix_owners.be_punctual()
-        if config.independent_replicas:
-            claim_directories(comm, config)
         self.budget = budget_here(config, device, comm)
         sets = [s.working_set for s in scopes]
         whole, aligned, placements = config.zero_stage == 0, alignment_of(config), config.placements

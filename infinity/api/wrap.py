@@ -45,8 +45,7 @@ def wrap(
             process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks
             (torchrun). With several ranks, call `wrap` on all of them, with the same model and settings. All
             ranks take the first rank's values, and rank r continues its random numbers from the first rank's
-            seed plus r. A mesh of fewer ranks than the job is an error without
-            ``Config(independent_replicas=True)``.
+            seed plus r. A mesh of fewer ranks than the job is an error.
 
     Raises:
         WrapError: `wrap` does not support the model or the optimizer.

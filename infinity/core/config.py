@@ -167,9 +167,6 @@ class Config:
             answer; three times as long in `wrap`, until the first step, and in saves, loads and exports. A
             rank waits without a deadline for another rank that is alive and runs code of its own. Both ranks
             log waits of 30 s and more.
-        independent_replicas: whether `mesh` may have fewer ranks than the job. Then each such group trains a
-            model of its own, and nothing keeps the groups in step. Each group needs its own `nvme`
-            directories and its own checkpoint paths.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
@@ -209,7 +206,6 @@ class Config:
     zero_stage: int = _whole(3, 0, 3)
     accumulation: int | None = _whole(None, 1)
     rank_timeout: float = 600.0
-    independent_replicas: bool = False
     #: parsed placements, by the name of the kind of state
     placements: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
 
