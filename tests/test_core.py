@@ -260,8 +260,6 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"optimizer_state_fp32": [3]}, "optimizer_state_fp32 names no parameter", "optimizer_state_fp32="),
         ({"optimizer_state_fp32": None}, "optimizer_state_fp32 names no parameter", '["*norm*"]'),
         ({"read_ahead_memory": None}, "read_ahead_memory is not a size", "read_ahead_memory="),
-        ({"check_edits": 0}, "check_edits cannot be used", "check_edits=False"),
-        ({"check_edits": "yes"}, "check_edits cannot be used", "check_edits=False"),
         ({"nvme": []}, "names no directory", "nvme="),
         ({"nvme": [3]}, "names no directory", "nvme="),
         ({"nvme": {"/mnt/a": 0.3, "/mnt/b": 0.7}}, "names no directory", "nvme="),

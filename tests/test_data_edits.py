@@ -1,5 +1,5 @@
 """Edits of parameters on the device that torch does not count, `p.data.mul_()` and numpy, and swaps,
-`p.data = t`: the next update takes them over, or somebody is told. `check_edits` is not on."""
+`p.data = t`: the next update takes them over, or somebody is told."""
 
 from __future__ import annotations
 

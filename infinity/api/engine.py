@@ -260,8 +260,7 @@ class Engine:
             anew = not all(plans[chunk.id].copy_is_master for chunk in layout.trainable_chunks)
             watched: Collection[int] = ()
             stays = placed if owners.world == 1 else stage < 3
-            # Ranks have copies, which are to be equal.
-            if self.config.check_edits or (comm.world > 1 and stays):
+            if comm.world > 1 and stays:  # ranks have copies, which are to be equal
                 watched = range(len(sharded))
             elif anew and stays:  # [Note: edits]
                 watched = [i for i, spec in enumerate(layout.params) if spec.trainable]
@@ -270,7 +269,6 @@ class Engine:
                     *(layout, sharded, device, owners, uses),
                     placed=placed,
                     stage=stage,
-                    look=self.config.check_edits,
                     watched=watched,
                     trains=optimizer is not None,
                 )

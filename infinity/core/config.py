@@ -151,11 +151,6 @@ class Config:
         threads: threads of the CPU Adam. None: one per core that this process may use (its affinity, its
             cgroup's quota, divided by LOCAL_WORLD_SIZE). If the device is not the CPU, the default is one
             thread fewer per NVMe directory, and at least one fewer.
-        check_edits: raise `ParameterChangedError` for edits of parameters that torch does not count
-            (``p.data.copy_()``, numpy) outside of `gathered(write=True)`. The engine computes a checksum of a
-            unit's values before and after each use. For parameters that are placed on the device, whose edits
-            it otherwise keeps, it checks in each step, in each state dict of the optimizer and in `unwrap`.
-            For debugging: slow.
         zero_stage: what the engine shards over several ranks (ZeRO, arXiv 1910.02054, section 5): 0: nothing;
             1: the optimizer state; 2: gradients too; 3: parameters too. Below 3, parameters are placed on the
             device: the engine gathers them once in a step, and they stay. Below 2, each rank accumulates its
@@ -202,7 +197,6 @@ class Config:
     aio_backend: AIOBackend = "auto"
     io_deadline: float = IO_DEADLINE
     threads: int | None = _whole(None, 1)
-    check_edits: bool = False
     zero_stage: int = _whole(3, 0, 3)
     accumulation: int | None = _whole(None, 1)
     rank_timeout: float = 600.0
