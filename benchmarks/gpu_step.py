@@ -64,7 +64,6 @@ def with_infinity(task: Task, device: str) -> Contestant:
     import infinity
 
     settings = {"device": device, "nvme": task.directory, "dtype": "bf16", "max_grad_norm": task.clip}
-    settings["output_dtype"] = None  # only the loss is read: logits stay in bf16, as in plain torch
     if task.reserve:
         settings["device_memory"] = torch.cuda.mem_get_info()[0] - task.reserve
     config = infinity.Config(**settings, **task.settings)

@@ -353,7 +353,6 @@ def reference(
     came: dict[str, list[torch.Tensor]] = {}  # of one rank, in one backward
     for model in models:
         model.register_forward_pre_hook(lambda _, a, k: (cast(a, dtype), cast(k, dtype)), with_kwargs=True)
-        model.register_forward_hook(lambda _, a, out: cast(out, torch.float32))
         for name, param in model.named_parameters():
 
             def take(param: torch.Tensor, name: str = name) -> None:

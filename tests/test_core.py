@@ -183,7 +183,6 @@ def test_values_are_parsed(tmp_path: Path) -> None:
         device_memory="1GiB",
         host_memory=5,
         dtype="fp32",
-        output_dtype=None,
         parameters="nvme",
         optimizer_state={"host": 0.25, "nvme": 0.75},
         units="Block",
@@ -192,7 +191,6 @@ def test_values_are_parsed(tmp_path: Path) -> None:
     assert (config.device_memory, config.host_memory) == (1 << 30, 5)
     assert config.dtype == "fp32"
     assert config.compute_dtype is torch.float32
-    assert config.output_dtype is None
     assert config.placements["optimizer_state"] == {Tier.HOST: 0.25, Tier.NVME: 0.75}
     assert config.units == ("Block",)
     assert config.replace(host_memory="6B").host_memory == 6
@@ -238,7 +236,6 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"delay_warmup_steps": -1}, "delay_warmup_steps", "40"),
         ({"device": "tpu"}, "unknown device", "cuda"),
         ({"dtype": "fp8"}, "unknown compute dtype", "bf16"),
-        ({"output_dtype": "fp8"}, "unknown output_dtype", 'output_dtype="fp32"'),
         ({"aio_backend": "libaoi"}, "unknown I/O backend", 'aio_backend="libaio"'),
         ({"aio_backend": 3}, "unknown I/O backend", 'aio_backend="auto"'),
         ({"max_grad_norm": 0}, "max_grad_norm cannot be used", "max_grad_norm=1.0"),

@@ -132,7 +132,7 @@ def masters_of(model: Any) -> list[torch.Tensor]:
 
 
 def delayed(folder: Path, placement: str = "nvme", **settings: Any) -> infinity.Config:
-    mode = {"update": "delayed", "delay_warmup_steps": WARMUP, "output_dtype": None}
+    mode = {"update": "delayed", "delay_warmup_steps": WARMUP}
     return config_for(folder, **{**PLACEMENTS[placement], **mode, **settings})
 
 

@@ -322,7 +322,6 @@ class Engine:
             self.gradients,
             list(self.params.values()),
             compute_dtype=self.config.compute_dtype,
-            output_dtype=self.config.cast_outputs,
             activations=self.activations,
         )
         self._handles: list[Any] = [*install(model, self)]

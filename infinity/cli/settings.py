@@ -346,7 +346,7 @@ _SECTIONS: Final[dict[str, Any]] = {
 }
 #: Settings of the engine that are no options: a file can have them. `train` has its own accumulation.
 _NO_OPTIONS: Final = (
-    *("output_dtype", "loss_scale_window", "accumulation"),
+    *("loss_scale_window", "accumulation"),
     "placements",
 )
 #: Of the engine's settings, what commands call or say otherwise.

@@ -104,13 +104,11 @@ class Config:
             device. None: a quarter of the rest of `host_memory` after everything that is placed there and the
             smallest set of leases, at most 16 GiB.
         dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters, and of the
-            floating-point inputs of the model's forward. These parameters are fp32 whatever it is: those of
-            BatchNorm, and those that the class of a module lists as `from_pretrained` of transformers reads
-            it, in `_keep_in_fp32_modules` (for ``"fp16"``) and `_keep_in_fp32_modules_strict` (for both).
-            None: each parameter keeps its own, and the engine does not cast inputs. To train fp16
+            floating-point inputs of the model's forward. The engine does not cast outputs. These parameters are
+            fp32 whatever it is: those of BatchNorm, and those that the class of a module lists as
+            `from_pretrained` of transformers reads it, in `_keep_in_fp32_modules` (for ``"fp16"``) and
+            `_keep_in_fp32_modules_strict` (for both). None: each parameter keeps its own, and the engine does not cast inputs. To train fp16
             parameters, set ``"fp16"``: only this setting scales the loss.
-        output_dtype: dtype of the model's floating-point outputs. None: the engine does not cast them.
-            ``"auto"``: fp32 if `dtype` is set, else the engine does not cast them.
         max_grad_norm: `step` clips the global 2-norm of the gradients to this value. None: no clipping.
         skip_nonfinite: `step` makes no update if a gradient has an Inf or NaN, in any dtype: parameters,
             moments and their step counts stay. fp16 does so whatever this is.
@@ -180,7 +178,6 @@ class Config:
     activations: Activations = "device"
     activation_memory: Size | None = None
     dtype: str | torch.dtype | None = None
-    output_dtype: str | torch.dtype | None = "auto"
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
     units: Sequence[str] | None = None
@@ -219,8 +216,6 @@ class Config:
                 put(self, each.name, parse_size(value, each.name))
         if self.dtype is not None:
             put(self, "dtype", parse_precision(self.dtype))
-        if self.output_dtype not in (None, "auto"):
-            put(self, "output_dtype", parse_precision(self.output_dtype, "output_dtype"))
         unset = {"gradients": "device" if self.zero_stage in (0, 1) else "host"}
         given = {f.name: getattr(self, f.name) for f in fields(self) if str(f.type).startswith("Tiers")}
         given = {n: unset.get(n) if v is None else v for n, v in given.items()}
@@ -366,14 +361,6 @@ class Config:
     def compute_dtype(self) -> torch.dtype | None:
         """`dtype` as a torch dtype; None if each parameter keeps its own."""
         return None if self.dtype is None else torch_dtype(str(self.dtype))
-
-    @property
-    def cast_outputs(self) -> torch.dtype | None:
-        """The dtype to which the engine casts outputs; None if it does not cast them."""
-        name = self.output_dtype
-        if name == "auto":
-            name = None if self.dtype is None else "fp32"
-        return None if name is None else torch_dtype(str(name))
 
     @property
     def fp32_moments(self) -> Sequence[str]:

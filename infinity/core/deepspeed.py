@@ -166,8 +166,7 @@ _SCALING: Final = (
     "call `optimizer.scale(loss).backward()`. Every overflow halves the scale, which grows to 2^24 at most. "
     "DeepSpeed halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
     "{least:g} (min_loss_scale). DeepSpeed's scheduler does not count a step that overflows: call "
-    "`scheduler.step()` only if not `optimizer.step_was_skipped`. The outputs of the model are "
-    "fp32, so that a scaled loss does not overflow; those of DeepSpeed's engine are fp16"
+    "`scheduler.step()` only if not `optimizer.step_was_skipped`"
 )
 _NOT_FINITE: Final = (
     "DeepSpeed skips a step whose gradients are not all finite, by default since version 0.19.3: "
@@ -407,7 +406,6 @@ class _Reader:
         if dtype == "fp16":
             self._fp16(fp16)
         if dtype == "bf16":
-            self.settings["output_dtype"] = None  # as DeepSpeed's engine returns them
             self._bf16(bf16)
         if dtype != "fp32":
             self.note(kinds[dtype].key("enabled"), True, _MASTERS.format(dtype=dtype))

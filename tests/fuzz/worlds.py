@@ -453,7 +453,6 @@ class OffloadedWorld(World):
         given: Json = {
             "nvme": str(folder),
             "device": "cpu",
-            "output_dtype": None,
             "chunk_elements": 65536,
             "threads": 1,
             "dtype": config["dtype"],
