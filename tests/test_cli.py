@@ -391,7 +391,6 @@ def test_the_file_of_the_documents(tmp_path: Path) -> None:
     [
         ("--queue-depth", "1000000", "no --queue-depth"),
         ("--block-bytes", "1TiB", "no --block-bytes"),
-        ("--io-deadline", "inf", "--io-deadline 120.0"),
     ],
 )
 def test_what_no_ring_takes_is_refused_at_the_start(

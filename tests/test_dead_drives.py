@@ -20,7 +20,7 @@ from .faults import FaultFS, block_drive, build, missing_means
 
 pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.serial]
 
-#: Seconds for an end. A drive has 120 (`io_deadline`), and a thread that it keeps in the system more.
+#: Seconds for an end. A drive has 120, and a thread that it keeps in the system more.
 LIMIT = 60
 
 

@@ -200,7 +200,6 @@ class Engine:
                     config.aio_backend,
                     config.block_bytes,  # type: ignore[arg-type]
                     config.queue_depth,
-                    config.io_deadline,
                 ),
                 pins=pins,
                 recorder=self.recorder,

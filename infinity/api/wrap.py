@@ -128,7 +128,7 @@ def close(thing: object) -> None:
     and keeps the values. Every later use of the closed model raises `ClosedError`.
 
     `close` first finishes the update of the last step. That takes as long as the drives take: each transfer
-    has `io_deadline` seconds. If a KeyboardInterrupt passes a ``finally`` that calls `close`, the drives have
+    has 120 seconds. If a KeyboardInterrupt passes a ``finally`` that calls `close`, the drives have
     half a second to finish.
 
     Raises:

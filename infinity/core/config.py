@@ -38,12 +38,8 @@ _CHOICES: Final = {
 _CALLED: Final = {"update": "update mode", "aio_backend": "I/O backend"}
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
-#: Seconds that one request to a drive may take.
-IO_DEADLINE = 120.0
-#: What a ring takes at most (AIO_MAX_BLOCK, AIO_MAX_DEPTH in csrc/aio/aio.h), and the seconds of a deadline,
-#: which it counts in ns.
+#: What a ring takes at most (AIO_MAX_BLOCK, AIO_MAX_DEPTH in csrc/aio/aio.h).
 MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH = GiB, 4096
-_DEADLINES = 1e-9, 1e9
 #: What torch takes for a CPU or a CUDA device.
 _DEVICE = re.compile("(cpu|cuda)(:(0|[1-9][0-9]*))?")
 #: Names that settings had once, and those of today; None: the setting was removed.
@@ -145,7 +141,6 @@ class Config:
             that `infinity tune` found for the drive, else 1 MiB.
         queue_depth: requests in the kernel at once, per directory, up to 4096. None: as tuned, else 32.
         aio_backend: ``"auto"`` or one of the I/O backends.
-        io_deadline: seconds, up to 1e9, after which an unfinished transfer is an error.
         threads: threads of the CPU Adam. None: one per core that this process may use (its affinity, its
             cgroup's quota, divided by LOCAL_WORLD_SIZE). If the device is not the CPU, the default is one
             thread fewer per NVMe directory, and at least one fewer.
@@ -192,7 +187,6 @@ class Config:
     block_bytes: Size | None = _whole(None, 4096, MOST_BLOCK_BYTES, multiple=4096)
     queue_depth: int | None = _whole(None, 1, MOST_QUEUE_DEPTH)
     aio_backend: AIOBackend = "auto"
-    io_deadline: float = IO_DEADLINE
     threads: int | None = _whole(None, 1)
     zero_stage: int = _whole(3, 0, 3)
     accumulation: int | None = _whole(None, 1)
@@ -280,9 +274,6 @@ class Config:
                 found=repr(self.device),
                 cure='device="cuda"',
             )
-        if not _DEADLINES[0] <= self.io_deadline <= _DEADLINES[1]:
-            wanted = "seconds from {:g} to {:g}".format(*_DEADLINES)
-            self._wrong("io_deadline", wanted, self.io_deadline, f"io_deadline={IO_DEADLINE}")
         if math.frexp(self.loss_scale)[0] != 0.5:
             self._wrong("loss_scale", "a power of two", self.loss_scale, "loss_scale=65536.0")
 

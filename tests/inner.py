@@ -1,0 +1,30 @@
+"""Constants of the engine that are no settings, and that a test may set: what happens after 40 steps, 120 seconds
+or 1 GiB then happens at once. A test names them beside the settings: `inner.config(update="delayed",
+delay_warmup_steps=1)`. They count until the next `inner.config`, or until the test ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import infinity
+from infinity.core.sizes import parse_size
+from infinity.hardware import aio
+
+#: By name: the module, and its constant.
+CONSTANTS: dict[str, tuple[Any, str]] = {
+    "io_deadline": (aio, "IO_DEADLINE"),
+}
+_DEFAULTS = {name: getattr(*at) for name, at in CONSTANTS.items()}
+
+
+def config(**given: Any) -> infinity.Config:
+    """Set the constants to those in `given`, the others to their defaults; the rest are settings."""
+    for name, (module, constant) in CONSTANTS.items():
+        value = given.pop(name, _DEFAULTS[name])
+        setattr(module, constant, parse_size(value, name) if isinstance(value, str) else value)
+    return infinity.Config(**given)
+
+
+def reset() -> None:
+    """Set all of the constants to their defaults."""
+    config()
