@@ -132,8 +132,6 @@ def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> N
     run(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "--activation-memory SIZE Bytes of host memory for --activations host;" in said
-    assert "--read-ahead-memory SIZE Bytes of host memory into which" in said
-    assert "as far as --host-memory leaves room. [1.00 GiB]" in said
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,9 @@ def test_bound_by_the_update_and_by_the_link() -> None:
     ("cause", "update", "cure"),
     [
         ("update", "sync", '`update="overlap"`'),
-        ("update", "overlap", "read_ahead_memory"),
-        ("nvme", "overlap", "prefetch_memory"),
-        ("h2d", "overlap", "prefetch_memory"),
+        ("update", "overlap", "host_memory"),
+        ("nvme", "overlap", "host_memory"),
+        ("h2d", "overlap", "device_memory"),
         ("reduce", "overlap", "gradients"),
     ],
 )

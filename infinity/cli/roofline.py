@@ -42,14 +42,14 @@ _RELIEF: Final = {
 }
 #: Where the user's thread waits, a name in ``where`` → what the sentence calls it, and what gives it back.
 _WAITING: Final = {
-    "stall: h2d": ("of stalls for copies to the device", "more `prefetch_memory` would copy further ahead"),
+    "stall: h2d": ("of stalls for copies to the device", "more `device_memory` would copy further ahead"),
     "stall: nvme": (
         "of stalls for the drives",
-        "more `prefetch_memory` and `host_memory` would read further ahead",
+        "more `device_memory` and `host_memory` would read further ahead",
     ),
     "stall: update": (
         "of stalls for the update",
-        "more `read_ahead_memory` and `host_memory` would begin the update earlier",
+        "more `host_memory` would begin the update earlier",
     ),
     "stall: reduce": (
         "of stalls for gradients on their way",

@@ -11,7 +11,7 @@ and not in others, one to three backwards per step, two param groups, a learning
 the update before may be under way, and with fp16 losses that overflow.
 
 Placements × exact update modes are all there in fp32 and bf16; what else could change a bit (fp16,
-splits, several directories, tight memory, instruction sets, I/O backends) is there once or twice.
+splits, several directories, one request at a time, instruction sets, I/O backends) is there once or twice.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ _MORE: Final[dict[str, dict[str, Any]]] = {
     **{name: {"optimizer_state_dtype": form} for form, name in _ROUNDED.items()},
     _SPLIT_MASTER: {"split_master": True},
     "two directories": {"nvme": ["first", "second"]},
-    # As little at once as there can be, and one thread.
-    "tight": dict(read_ahead_memory=0, prefetch_memory=0, update_depth=1, queue_depth=1, threads=1),
+    # One request and one thread at a time.
+    "tight": dict(queue_depth=1, threads=1),
 }
 
 

@@ -134,9 +134,6 @@ class Config:
         chunk_elements: elements of a chunk, a multiple of 65,536. None: 2 Mi with anything on NVMe. Else 16
             Mi if the device has its own memory, and the leases that a run cannot do without take at most a
             sixteenth of the host memory that `host_memory` leaves beside the state; 4 Mi otherwise.
-        update_depth: chunks in the update pipeline at once (read, update, write).
-        read_ahead_memory: bytes of host memory into which the engine reads optimizer state while a backward
-            runs, as far as `host_memory` leaves room.
         block_bytes: largest single I/O request, in bytes, a multiple of 4096 up to 1 GiB. None: the value
             that `infinity tune` found for the drive, else 1 MiB.
         queue_depth: requests in the kernel at once, per directory, up to 4096. None: as tuned, else 32.
@@ -182,8 +179,6 @@ class Config:
     loss_scale_window: int = _whole(2000, 1)
     prefetch_memory: Size | None = None
     chunk_elements: int | None = _whole(None, NORM_BLOCK, multiple=NORM_BLOCK)
-    update_depth: int = _whole(3, 1)
-    read_ahead_memory: Size = GiB
     block_bytes: Size | None = _whole(None, 4096, MOST_BLOCK_BYTES, multiple=4096)
     queue_depth: int | None = _whole(None, 1, MOST_QUEUE_DEPTH)
     aio_backend: AIOBackend = "auto"

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
@@ -37,6 +38,10 @@ from .partition import Chunk, ParamSpec, UnitLayout
 from .parts import PURPOSES, ChunkParts, Moved, update_nbytes
 from .placement import spread_over_directories
 
+#: Chunks in the pipeline of an update at once: one is read, one updated, one written.
+UPDATE_DEPTH: Final = 3
+#: Bytes into which the engine reads state while a backward runs, as far as the budget leaves room.
+READ_AHEAD: Final = GiB
 #: What the load quota aims at; more hides no more of a drive's latency.
 _LOAD_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
@@ -294,7 +299,7 @@ def demand(
         },
         most={
             "load": min(chunks_on_nvme, max(2, _LOAD_TARGET // load_buffer)) if load_buffer else 0,
-            "update": _update_buffers(config, update_buffer, trainable_chunks),
+            "update": _update_buffers(update_buffer, trainable_chunks),
             "gradient": _GRADIENT_BUFFERS if gradient_buffer else 0,
             "matrix": LEAST_BUFFERS["matrix"] if matrix_buffer else 0,
         },
@@ -411,11 +416,11 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
     )
 
 
-def _update_buffers(config: Config, buffer: int, chunks: int) -> int:
+def _update_buffers(buffer: int, chunks: int) -> int:
     """Leases of the update: those of its pipeline, and those that state is read ahead into."""
     if not buffer:
         return 0
-    return min(chunks, max(config.update_depth, int(config.read_ahead_memory) // buffer))
+    return min(chunks, max(UPDATE_DEPTH, READ_AHEAD // buffer))
 
 
 def _grow(least: Mapping[str, Quota], most: Mapping[str, int], room: int) -> dict[str, Quota]:

@@ -165,7 +165,6 @@ class Planner:
         """Return what a run of `config` takes with chunks of `size`, whatever its budgets are."""
         placed = tuple(tuple(config.placements[kind].items()) for kind in KINDS)
         weights = machine.weights if len(machine.drives) > 1 else ()
-        depths = config.update_depth, config.read_ahead_memory
         stage = config.zero_stage
         cut = size, machine.ranks, stage == 0, alignment_of(config)
         key = (
@@ -175,7 +174,6 @@ class Planner:
             config.update,
             machine.staged,
             weights,
-            depths,
             stage,
         )
         if key not in self._demands:

@@ -5,7 +5,7 @@ step of theirs must take at least.
 the update by the engine's kernel, or torch's optimizer where the state is on the device. N: the bytes that
 the step moved to and from NVMe, at the rate of the engine's own mixed reads and writes on that directory.
 All are measured in the run that they are compared with, right after it or in turns with it. H: the part of
-N that a backward can hide, which is at most B: state read ahead (`read_ahead_memory`), copies that the
+N that a backward can hide, which is at most B: state read ahead (`READ_AHEAD`), copies that the
 backward itself reads, gradients that it writes. C: copies that the forward itself reads, at most F.
 
     sync      F + B + max(N − H − C, A)      nothing else of the update can be hidden
