@@ -9,11 +9,13 @@ from typing import Any
 import infinity
 from infinity.core.sizes import parse_size
 from infinity.hardware import aio
+from infinity.optim import optimizer
 from infinity.planning import footprint
 
 #: By name: the module, and its constant.
 CONSTANTS: dict[str, tuple[Any, str]] = {
     "io_deadline": (aio, "IO_DEADLINE"),
+    "loss_scale_window": (optimizer, "LOSS_SCALE_WINDOW"),
     "update_depth": (footprint, "UPDATE_DEPTH"),
     "read_ahead_memory": (footprint, "READ_AHEAD"),
 }

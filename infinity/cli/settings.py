@@ -345,10 +345,7 @@ _SECTIONS: Final[dict[str, Any]] = {
     "engine": Config,
 }
 #: Settings of the engine that are no options: a file can have them. `train` has its own accumulation.
-_NO_OPTIONS: Final = (
-    *("loss_scale_window", "accumulation"),
-    "placements",
-)
+_NO_OPTIONS: Final = ("accumulation", "placements")
 #: Of the engine's settings, what commands call or say otherwise.
 _SAID: Final[dict[str, dict[str, str]]] = {
     "units": {"flag": "--unit"},

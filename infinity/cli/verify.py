@@ -74,7 +74,7 @@ _ROUNDED: Final = {"bf16": "bf16 moments", "8bit": "8-bit moments"}
 _SPLIT_MASTER: Final = "split master"  # its compute parameters are rounded in another way
 #: What words in the name of a case stand for, beside the setting of that name.
 _MORE: Final[dict[str, dict[str, Any]]] = {
-    "fp16": {"loss_scale": 2.0**19, "loss_scale_window": 2},  # overflows, and not with what it falls to
+    "fp16": {"loss_scale": 2.0**19},  # overflows, and not with what it falls to
     "delayed": {"delay_warmup_steps": 3},  # some steps before a delay, some after
     "backward": _BEHIND,
     _LOOP: _BEHIND,

@@ -126,8 +126,8 @@ class Config:
             to use the model. Not with fp16, `max_grad_norm` or `skip_nonfinite`, which need the norm of all
             gradients first.
         delay_warmup_steps: number of first updates without delay; only for ``"delayed"``.
-        loss_scale: fp16 only: first dynamic loss scale, a power of two.
-        loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
+        loss_scale: fp16 only: first dynamic loss scale, a power of two. A step that overflows halves the scale;
+            2000 steps without overflow double it.
         prefetch_memory: bytes on the device for prefetched units. None: what `device_memory` leaves. If
             `device_memory` is None and the device has its own memory, only half of that: the other half is
             for activations.
@@ -176,7 +176,6 @@ class Config:
     update: Update = "overlap"
     delay_warmup_steps: int = _whole(40, 0)
     loss_scale: float = 65536.0
-    loss_scale_window: int = _whole(2000, 1)
     prefetch_memory: Size | None = None
     chunk_elements: int | None = _whole(None, NORM_BLOCK, multiple=NORM_BLOCK)
     block_bytes: Size | None = _whole(None, 4096, MOST_BLOCK_BYTES, multiple=4096)

@@ -163,8 +163,9 @@ _MASTERS: Final = (
     "{dtype} before `wrap`"
 )
 _SCALING: Final = (
-    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale, which grows to 2^24 at most. "
-    "DeepSpeed halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
+    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale; 2000 steps "
+    "without overflow double it, up to 2^24. DeepSpeed doubles it after {window} steps (loss_scale_window). It "
+    "halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
     "{least:g} (min_loss_scale). DeepSpeed's scheduler does not count a step that overflows: call "
     "`scheduler.step()` only if not `optimizer.step_was_skipped`"
 )
@@ -425,10 +426,10 @@ class _Reader:
             self.refuse("fp16.initial_scale_power", power, "write a power of at most 127: a loss is fp32")
             power = 16
         self.settings["loss_scale"] = 2.0**power
-        self.settings["loss_scale_window"] = block.number("loss_scale_window", 1000, 1, whole=True)
+        window = block.number("loss_scale_window", 1000, 1, whole=True)
         hysteresis = block.number("hysteresis", 2, whole=True)
         least = block.number("min_loss_scale", 1)
-        self.note("fp16.loss_scale", 0, _SCALING.format(first=max(hysteresis, 1), least=least))
+        self.note("fp16.loss_scale", 0, _SCALING.format(first=max(hysteresis, 1), least=least, window=window))
 
     def _bf16(self, block: _Block) -> None:
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):

@@ -39,6 +39,8 @@ from .whole import agree_on_broadcast, agree_on_step, agree_on_values
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
+#: fp16: steps without overflow after which the loss scale doubles.
+LOSS_SCALE_WINDOW: Final = 2000
 #: What of a state dict changes the copies.
 _COPIED: Final = ("master", "front")
 
@@ -115,6 +117,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._fp16 = config.compute_dtype is torch.float16
         self._skips = self._fp16 or config.skip_nonfinite  # steps whose gradients are not finite
         self._good_steps = 0
+        self._scale_window = LOSS_SCALE_WINDOW
         self._scaled = False
         self._seams = seams
         self.behind = Behind(self, parts) if config.update == "backward" else None
@@ -306,7 +309,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps += 1
         if self._fp16:
             self._good_steps += 1
-            if self._good_steps >= self._config.loss_scale_window:
+            if self._good_steps >= self._scale_window:
                 self._good_steps = 0
                 self._gradients.rescale(min(self._gradients.scale * 2, 2.0**24))
 
