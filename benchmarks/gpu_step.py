@@ -70,6 +70,7 @@ def with_infinity(task: Task, device: str) -> Contestant:
     with infinity.init(config):
         model = task.model.build()
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
+    optimizer.delayed_from = 0  # delayed from the first step on, not after a warm-up
     inside = updated_in_backward(optimizer)
 
     def step() -> None:

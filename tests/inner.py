@@ -15,6 +15,7 @@ from infinity.planning import footprint
 #: By name: the module, and its constant.
 CONSTANTS: dict[str, tuple[Any, str]] = {
     "io_deadline": (aio, "IO_DEADLINE"),
+    "delay_warmup_steps": (optimizer, "DELAY_WARMUP_STEPS"),
     "loss_scale_window": (optimizer, "LOSS_SCALE_WINDOW"),
     "update_depth": (footprint, "UPDATE_DEPTH"),
     "read_ahead_memory": (footprint, "READ_AHEAD"),

@@ -233,7 +233,6 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
         ({"update": "later"}, "update mode", "update="),
         ({"update": "delayd"}, "update mode", 'update="delayed"'),
         ({"update": None}, "update mode", "overlap"),
-        ({"delay_warmup_steps": -1}, "delay_warmup_steps", "40"),
         ({"device": "tpu"}, "unknown device", "cuda"),
         ({"dtype": "fp8"}, "unknown compute dtype", "bf16"),
         ({"aio_backend": "libaoi"}, "unknown I/O backend", 'aio_backend="libaio"'),

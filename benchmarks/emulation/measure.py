@@ -74,6 +74,7 @@ class Contestant:
         config = infinity.Config(**settings)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
         self.model, self.optimizer = infinity.wrap(model, adam, config)
+        self.optimizer.delayed_from = 0
         named = {name: value for name, value in settings.items() if name != "nvme"}
         self.about = {"settings": named, "chunk_elements": adapter.largest_chunk(self.optimizer) * scale}
 

@@ -72,10 +72,11 @@ _LOOP: Final = "as behind the backward"
 #: Rounded stochastically, with the same random numbers everywhere. The reference has them, too.
 _ROUNDED: Final = {"bf16": "bf16 moments", "8bit": "8-bit moments"}
 _SPLIT_MASTER: Final = "split master"  # its compute parameters are rounded in another way
+#: Steps before updates are delayed: some of a case come before, some after.
+_WARMUP: Final = 3
 #: What words in the name of a case stand for, beside the setting of that name.
 _MORE: Final[dict[str, dict[str, Any]]] = {
     "fp16": {"loss_scale": 2.0**19},  # overflows, and not with what it falls to
-    "delayed": {"delay_warmup_steps": 3},  # some steps before a delay, some after
     "backward": _BEHIND,
     _LOOP: _BEHIND,
     **{name: {"optimizer_state_dtype": form} for form, name in _ROUNDED.items()},
@@ -197,6 +198,7 @@ def train(case: Case, device: str, directory: str, steps: int = STEPS) -> Trace:
         cpu_adam.set_isa(case.isa or isa)
         model, optimizer = wrap(*_model_and_optimizer(), config)
         stack.callback(close, optimizer)
+        optimizer.delayed_from = _WARMUP
         for loss in _steps(model, optimizer, device, steps, config.accumulation):
             scale = optimizer.loss_scale
             optimizer.step()

@@ -116,7 +116,7 @@ class Config:
             ``"overlap"``: `step()` returns when it has the gradients, their norm and the
             scalars. The update overlaps with the next forward; the engine updates each unit before its use.
             ``"sync"``: `step()` returns when the parameters are updated. Both give the same bits.
-            ``"delayed"``: after `delay_warmup_steps`, forward and backward overlap with the update of the
+            ``"delayed"``: after the first 40 steps, forward and backward overlap with the update of the
             step before, and use the parameters from before that update. This changes the result: AdamW can be
             sensitive to a staleness of one step.
             ``"backward"``: in the last backward of a step, which `accumulation` counts, the engine updates
@@ -125,7 +125,6 @@ class Config:
             backward and `step()` you may read gradients and param groups; it is an error to change them, or
             to use the model. Not with fp16, `max_grad_norm` or `skip_nonfinite`, which need the norm of all
             gradients first.
-        delay_warmup_steps: number of first updates without delay; only for ``"delayed"``.
         loss_scale: fp16 only: first dynamic loss scale, a power of two. A step that overflows halves the scale;
             2000 steps without overflow double it.
         prefetch_memory: bytes on the device for prefetched units. None: what `device_memory` leaves. If
@@ -174,7 +173,6 @@ class Config:
     skip_nonfinite: bool = False
     units: Sequence[str] | None = None
     update: Update = "overlap"
-    delay_warmup_steps: int = _whole(40, 0)
     loss_scale: float = 65536.0
     prefetch_memory: Size | None = None
     chunk_elements: int | None = _whole(None, NORM_BLOCK, multiple=NORM_BLOCK)

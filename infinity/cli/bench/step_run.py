@@ -56,8 +56,6 @@ PLACEMENTS: Final[dict[str, Placement]] = {
 def settings_of(placement: str, update: str, largest_unit: int) -> dict[str, Any]:
     """Return the settings of `infinity.Config` for one case; `largest_unit` in parameters."""
     settings: dict[str, Any] = {**PLACEMENTS[placement]._asdict(), "update": update}
-    if update == "delayed":  # from the first step on, not after its warm-up
-        settings["delay_warmup_steps"] = 0
     if update == "backward":
         settings["accumulation"] = 1
     if settings["parameters"] == "nvme":  # else everything would be loaded ahead into what is free
@@ -147,6 +145,7 @@ def offloaded(build: Callable[[], nn.Module], **settings: Any) -> Stepper:
     with init(config):
         model = build()
     model, optimizer = wrap(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
+    optimizer.delayed_from = 0  # delayed from the first step on, not after a warm-up
     engine = engine_of(model)
 
     def settle() -> None:
