@@ -19,6 +19,7 @@ CONSTANTS: dict[str, tuple[Any, str]] = {
     "loss_scale_window": (optimizer, "LOSS_SCALE_WINDOW"),
     "update_depth": (footprint, "UPDATE_DEPTH"),
     "read_ahead_memory": (footprint, "READ_AHEAD"),
+    "prefetch_memory": (footprint, "AHEAD_MOST"),
 }
 _DEFAULTS = {name: getattr(*at) for name, at in CONSTANTS.items()}
 

@@ -126,8 +126,6 @@ def test_prefetch_takes_what_the_device_budget_leaves_and_no_more_than_the_model
     need = 2 * NUMEL * 3
     assert plan(Budget(device=need + 5000, host=GiB), **ON_NVME).prefetch_nbytes == 5000
     assert plan(Budget(device=GiB, host=GiB), **ON_NVME).prefetch_nbytes == 7 * 2 * NUMEL
-    limited = plan(Budget(device=GiB, host=GiB), prefetch_memory="64KiB", **ON_NVME)
-    assert limited.prefetch_nbytes == 65536
 
 
 def test_prefetch_leaves_room_for_activations_where_no_device_memory_is_named() -> None:
@@ -136,5 +134,4 @@ def test_prefetch_leaves_room_for_activations_where_no_device_memory_is_named() 
     budget = Budget(device=need + 4 * NUMEL, host=GiB)
     assert plan(budget, staged=True, **ON_NVME).prefetch_nbytes == 2 * NUMEL
     assert plan(budget, staged=True, device_memory=budget.device, **ON_NVME).prefetch_nbytes == 4 * NUMEL
-    assert plan(budget, staged=True, prefetch_memory=3 * NUMEL, **ON_NVME).prefetch_nbytes == 3 * NUMEL
     assert plan(Budget(device=GiB, host=GiB), staged=True, **ON_NVME).prefetch_nbytes == 7 * 2 * NUMEL

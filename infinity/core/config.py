@@ -70,8 +70,9 @@ class Config:
             stand for the number of a rank on its machine and in the job, and for the machine's name.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Default: cuda if the machine has it.
         device_memory: bytes that the engine may use on the device (for gathered parameters, their gradients,
-            and state that is placed there); activations come on top. Default: the free memory when the engine
-            starts, less a tenth.
+            and state that is placed there); activations come on top. Units that are not placed on the device are
+            loaded ahead into what is left. Default: the free memory when the engine starts, less a tenth; then
+            only half of what is left is for units that are loaded ahead, and the other half for activations.
         host_memory: bytes of host memory that the engine may use. Default: the available memory when the
             engine starts (within the cgroup's limit), less a tenth. On a CPU device, `device_memory` and
             `host_memory` share this amount: each gets half, or what the other one leaves.
@@ -127,9 +128,6 @@ class Config:
             gradients first.
         loss_scale: fp16 only: first dynamic loss scale, a power of two. A step that overflows halves the scale;
             2000 steps without overflow double it.
-        prefetch_memory: bytes on the device for prefetched units. None: what `device_memory` leaves. If
-            `device_memory` is None and the device has its own memory, only half of that: the other half is
-            for activations.
         chunk_elements: elements of a chunk, a multiple of 65,536. None: 2 Mi with anything on NVMe. Else 16
             Mi if the device has its own memory, and the leases that a run cannot do without take at most a
             sixteenth of the host memory that `host_memory` leaves beside the state; 4 Mi otherwise.
@@ -174,7 +172,6 @@ class Config:
     units: Sequence[str] | None = None
     update: Update = "overlap"
     loss_scale: float = 65536.0
-    prefetch_memory: Size | None = None
     chunk_elements: int | None = _whole(None, NORM_BLOCK, multiple=NORM_BLOCK)
     block_bytes: Size | None = _whole(None, 4096, MOST_BLOCK_BYTES, multiple=4096)
     queue_depth: int | None = _whole(None, 1, MOST_QUEUE_DEPTH)

@@ -42,6 +42,8 @@ from .placement import spread_over_directories
 UPDATE_DEPTH: Final = 3
 #: Bytes into which the engine reads state while a backward runs, as far as the budget leaves room.
 READ_AHEAD: Final = GiB
+#: Bytes of units that are loaded ahead, at most: whatever fits.
+AHEAD_MOST: Final = 1 << 62
 #: What the load quota aims at; more hides no more of a drive's latency.
 _LOAD_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
@@ -395,11 +397,9 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
 
     device = wanted._on_device()
     left = budget.device - sum(device.values())
-    if staged and config.device_memory is None and config.prefetch_memory is None:
+    if staged and config.device_memory is None:
         left //= 2  # activations come on top, and there is no more than this budget
-    prefetch = min(left, max(0, wanted.away - wanted.working))
-    if config.prefetch_memory is not None:
-        prefetch = min(prefetch, int(config.prefetch_memory))
+    prefetch = min(left, max(0, wanted.away - wanted.working), AHEAD_MOST)
     if prefetch:
         device["units loaded ahead"] = prefetch
     return Footprint(

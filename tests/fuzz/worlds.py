@@ -472,9 +472,8 @@ class OffloadedWorld(World):
             "loss_scale": config["loss_scale"],
             "loss_scale_window": config["loss_scale_window"],
             "read_ahead_memory": "4MiB" if config["read_ahead"] else 0,
+            **({} if config["prefetch"] else {"prefetch_memory": 0}),
         }
-        if not config["prefetch"]:
-            given["prefetch_memory"] = 0
         budgets = {"device_memory": 64 << 20, "host_memory": 64 << 20}
         for name in budgets:
             if config[name] != "large":
