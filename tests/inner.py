@@ -20,6 +20,7 @@ CONSTANTS: dict[str, tuple[Any, str]] = {
     "update_depth": (footprint, "UPDATE_DEPTH"),
     "read_ahead_memory": (footprint, "READ_AHEAD"),
     "prefetch_memory": (footprint, "AHEAD_MOST"),
+    "activation_memory": (footprint, "ACTIVATIONS_MOST"),
 }
 _DEFAULTS = {name: getattr(*at) for name, at in CONSTANTS.items()}
 

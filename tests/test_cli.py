@@ -131,7 +131,7 @@ def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> N
     assert several == ["nvme", "optimizer_state_fp32", "units"]
     run(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "--activation-memory SIZE Bytes of host memory for --activations host;" in said
+    assert "moments stay fp32 where --optimizer-state-dtype is" in said
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ class Engine:
                 places=files.places if files is not None else None,
             )
             wanted = demand(layouts, plans, sets, config, staged=device.staged)
-            if size == sizes[-1] or wanted.leaves_room(config, self.budget):
+            if size == sizes[-1] or wanted.leaves_room(self.budget):
                 break
         try:
             self.footprint: Footprint = within(wanted, config, self.budget, staged=device.staged)

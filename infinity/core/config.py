@@ -96,10 +96,9 @@ class Config:
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
             forward and their backward: ``"device"`` or ``"host"``. With ``"host"`` the engine copies them to
-            the host after the forward, and back before the backward. The bits stay the same.
-        activation_memory: bytes of host memory for ``activations="host"``; inputs that do not fit stay on the
-            device. None: a quarter of the rest of `host_memory` after everything that is placed there and the
-            smallest set of leases, at most 16 GiB.
+            the host after the forward, and back before the backward. The bits stay the same. The host has a
+            quarter of the rest of `host_memory` for them after everything that is placed there and the smallest
+            set of leases, at most 16 GiB; inputs that do not fit stay on the device.
         dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters, and of the
             floating-point inputs of the model's forward. The engine does not cast outputs. These parameters are
             fp32 whatever it is: those of BatchNorm, and those that the class of a module lists as
@@ -165,7 +164,6 @@ class Config:
     optimizer_state_fp32: Sequence[str] = ()
     gradients: Tiers | None = None
     activations: Activations = "device"
-    activation_memory: Size | None = None
     dtype: str | torch.dtype | None = None
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
@@ -249,13 +247,6 @@ class Config:
                     found=found,
                     cure=f"{cure}, or leave split_master out",
                 )
-        if self.activation_memory is not None and self.activations != "host":
-            raise ConfigError(
-                "activation_memory is given, but activations stay on the device",
-                expected='activations="host" with activation_memory',
-                found=f"activations={self.activations!r}",
-                cure='activations="host", or leave activation_memory out',
-            )
         if self.device is not None and not _DEVICE.fullmatch(str(self.device)):
             raise ConfigError(
                 "unknown device",

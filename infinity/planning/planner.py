@@ -220,10 +220,10 @@ class Planner:
         budget = machine.budget(config)
         *larger, least_size = config.chunk_sizes(staged=machine.staged)
         demands = (self.demand(config, machine, size) for size in larger)
-        wanted = next((each for each in demands if each.leaves_room(config, budget)), None)
+        wanted = next((each for each in demands if each.leaves_room(budget)), None)
         if wanted is None:
             wanted = self.demand(config, machine, least_size)
-        needs = wanted.least_budget(config)
+        needs = wanted.least_budget()
         here, sharing = budget.host_ranks, budget.device_ranks
         least = Budget(needs.device * sharing, needs.host * here)
         problems = [
