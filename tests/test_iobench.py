@@ -165,11 +165,6 @@ def test_memory_is_not_taken_for_a_drive() -> None:
         (["{}", "--depth", "many"], ConfigError, "many"),
         (["{}", "--backend", "libaoi"], ConfigError, "libaio"),
         (["{}", "--pattern", "reed"], ConfigError, "read"),
-        (["{}", "--order", "scattered"], ConfigError, "--rw=randread"),
-        (["{}", "--sustained", "60"], ConfigError, "--write_bw_log"),
-        (["{}", "--plot", "out.png"], ConfigError, "--json"),
-        (["--full", "{}"], ConfigError, "infinity tune"),
-        (["{}", "--full"], ConfigError, "--block 256KiB,1MiB,4MiB"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: list[str], kind: type, says: str, tmp_path: Path) -> None:

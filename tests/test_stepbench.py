@@ -199,10 +199,6 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run("--update", "delayd")
     assert caught.value.cure == "--update delayed"
-    for option in ("--rounds", "--burst"):
-        with pytest.raises(ConfigError, match=f"{option} was removed") as caught:
-            run(option, "3")
-        assert caught.value.cure == "--steps 8"
 
 
 @pytest.mark.slow

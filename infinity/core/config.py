@@ -42,12 +42,6 @@ BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
 MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH = GiB, 4096
 #: What torch takes for a CPU or a CUDA device.
 _DEVICE = re.compile("(cpu|cuda)(:(0|[1-9][0-9]*))?")
-#: Names that settings had once, and those of today; None: the setting was removed.
-_OLD_NAMES: Final[Mapping[str, str | None]] = {
-    "durable": None,
-    "model.mlp": None,
-    "model.positions": None,
-}
 
 
 def _whole(default: Any, least: int, most: int | None = None, *, multiple: int = 1) -> Any:
@@ -442,14 +436,8 @@ class Config:
 def unknown_setting(name: str, known: Sequence[str], where: str = "") -> ConfigError:
     """Return the error for a setting that is none of `known`. These and `name` may begin with a section, such
     as ``engine.``; `where` says which file has it."""
-    old = name.removeprefix("engine.")
-    if new := _OLD_NAMES.get(old):
-        cure = f"{name!r} is called {name.removesuffix(old) + new!r} now"
-    elif old in _OLD_NAMES:
-        cure = f"{name!r} was removed; leave it out"
-    else:
-        close = _suggest(name, known)
-        cure = f"did you mean {close!r}?" if close else "remove it"
+    close = _suggest(name, known)
+    cure = f"did you mean {close!r}?" if close else "remove it"
     return ConfigError(
         f"unknown setting {where or repr(name)}", expected=", ".join(known), found=repr(name), cure=cure
     )

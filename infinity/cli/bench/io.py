@@ -24,13 +24,7 @@ import numpy as np
 
 from infinity.api.this_machine import check_directory
 from infinity.cli.console import finish, gigabytes, show_warnings, sizes, status_line, table_of, wide_console
-from infinity.cli.options import (
-    directories_argument,
-    json_option,
-    numbers_option,
-    removed_options,
-    words_option,
-)
+from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
 from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
@@ -359,16 +353,6 @@ def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
 @click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
 @click.option("--adam/--no-adam", default=True, help="Also the mixed case with CPU Adam running beside.")
 @json_option
-@removed_options(
-    "--full",
-    expected="the sizes and backends to be measured; `infinity tune DIR` finds those that suit a drive",
-    cure="--block 256KiB,1MiB,4MiB --depth 8,32,128 --backend libaio,uring,threads",
-)
-@removed_options(
-    *("--order", "--sustained", "--plot"),
-    expected="what the engine does with a drive, in a table or --json; fio measures a drive in other ways",
-    cure="leave it out; fio has --rw=randread, and --time_based --write_bw_log for bandwidth over time",
-)
 def io_command(quick: bool, size: str | None, as_json: bool, **given: Any) -> None:
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 

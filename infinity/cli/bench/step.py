@@ -22,7 +22,7 @@ from infinity.api.this_machine import check_directory
 from infinity.cli.console import finish, gigabytes, status_line, table_of, wide_console
 from infinity.cli.measure import scratch
 from infinity.cli.model import GPT
-from infinity.cli.options import device_option, json_option, removed_options, words_option
+from infinity.cli.options import device_option, json_option, words_option
 from infinity.cli.settings import OPTIONS, ModelSettings, setting_options
 from infinity.cli.shape import KEYS, activations_of, config_from
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, UPDATES, Config, StateDtype, Update
@@ -350,12 +350,6 @@ def show(result: Mapping[str, Any]) -> None:
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Steps before.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of torch and of the CPU's Adam.")
 @json_option
-@removed_options("--output", expected="--json, which has every sample", cure="--json > FILE")
-@removed_options(
-    *("--rounds", "--burst"),
-    expected="--steps N, which are measured in one go; benchmarks/whole_step.py has races in rounds",
-    cure="--steps 8",
-)
 def step_command(device: str | None, directory: str, as_json: bool, **given: Any) -> int:
     """Measure whole steps for all placements and update modes, each beside its bound.
 
