@@ -1,6 +1,7 @@
-"""Constants of the engine that are no settings, and that a test may set: what happens after 40 steps, 120 seconds
-or 1 GiB then happens at once. A test names them beside the settings: `inner.config(update="delayed",
-delay_warmup_steps=1)`. They count until the next `inner.config`, or until the test ends."""
+"""Constants of the engine that are no settings, and that a test may change: what comes after 40 steps, after
+120 seconds or beyond 1 GiB then comes at once. A test names them beside the settings:
+`inner.config(update="delayed", delay_warmup_steps=1)`. They count until the next `inner.config`, or until
+the test ends."""
 
 from __future__ import annotations
 

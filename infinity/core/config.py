@@ -64,9 +64,9 @@ class Config:
             stand for the number of a rank on its machine and in the job, and for the machine's name.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Default: cuda if the machine has it.
         device_memory: bytes that the engine may use on the device (for gathered parameters, their gradients,
-            and state that is placed there); activations come on top. Units that are not placed on the device are
-            loaded ahead into what is left. Default: the free memory when the engine starts, less a tenth; then
-            only half of what is left is for units that are loaded ahead, and the other half for activations.
+            and state that is placed there); activations come on top. Default: the free memory when the engine
+            starts, less a tenth. The engine loads units ahead into what is left; by default into half of
+            that, and the other half is for activations.
         host_memory: bytes of host memory that the engine may use. Default: the available memory when the
             engine starts (within the cgroup's limit), less a tenth. On a CPU device, `device_memory` and
             `host_memory` share this amount: each gets half, or what the other one leaves.
@@ -79,9 +79,9 @@ class Config:
             average. The bits do not depend on placements, chunks or ranks.
         split_master: with a compute dtype of bf16, keep of each master weight the compute parameter, which is
             its upper half, and its lower 16 bits: 2 bytes per parameter fewer. The master weights stay exact.
-            The compute parameters are rounded to nearest, and ties away from zero. An edit of a parameter
-            outside of `load` and `load_state_dict` keeps the lower bits: the master weight is then within
-            half a unit of bf16's last place of the edit. Not with ``update="delayed"``.
+            The compute parameters are rounded to nearest, and ties away from zero. If you edit a parameter
+            in any other way than by `load` and `load_state_dict`, the lower bits stay: the master weight is
+            then within half a unit of bf16's last place of the edit. Not with ``update="delayed"``.
         optimizer_state_fp32: names of the parameters whose moments stay fp32 where `optimizer_state_dtype` is
             ``"bf16"`` or ``"8bit"``. Each is a name as in `named_parameters()`, without the prefix of a
             compiled module, or a shell pattern: ``"*embed*"``, ``"*norm*"``, ``"*.bias"``. A pattern that
@@ -90,18 +90,19 @@ class Config:
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
             forward and their backward: ``"device"`` or ``"host"``. With ``"host"`` the engine copies them to
-            the host after the forward, and back before the backward. The bits stay the same. The host has a
-            quarter of the rest of `host_memory` for them after everything that is placed there and the smallest
-            set of leases, at most 16 GiB; inputs that do not fit stay on the device.
+            the host after the forward, and back before the backward. The bits stay the same. The inputs get a
+            quarter of the `host_memory` that the placed state and the smallest set of leases leave, at most
+            16 GiB. Inputs that do not fit stay on the device.
         dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters, and of the
-            floating-point inputs of the model's forward. The engine does not cast outputs. These parameters are
-            fp32 whatever it is: those of BatchNorm, and those that the class of a module lists as
-            `from_pretrained` of transformers reads it, in `_keep_in_fp32_modules` (for ``"fp16"``) and
-            `_keep_in_fp32_modules_strict` (for both). None: each parameter keeps its own, and the engine does not cast inputs. To train fp16
-            parameters, set ``"fp16"``: only this setting scales the loss.
+            floating-point inputs of the model's forward. The engine does not cast outputs. These parameters
+            are fp32 with every `dtype`: those of BatchNorm, and those that the class of a module lists in
+            `_keep_in_fp32_modules` (for ``"fp16"``) or in `_keep_in_fp32_modules_strict` (for both 16-bit
+            dtypes), as in `from_pretrained` of transformers. None: each parameter keeps its own dtype, and
+            the engine does not cast inputs. To train fp16 parameters, set ``"fp16"``: only this setting
+            scales the loss.
         max_grad_norm: `step` clips the global 2-norm of the gradients to this value. None: no clipping.
         skip_nonfinite: `step` makes no update if a gradient has an Inf or NaN, in any dtype: parameters,
-            moments and their step counts stay. fp16 does so whatever this is.
+            moments and their step counts stay. With fp16 the engine always skips such steps.
         units: names of module classes, or of modules as in `named_modules()`, that become units. None: the
             engine finds the units.
         update: where the update runs: behind the next forward (``"overlap"``), in `step()` (``"sync"``),
@@ -119,11 +120,11 @@ class Config:
             backward and `step()` you may read gradients and param groups; it is an error to change them, or
             to use the model. Not with fp16, `max_grad_norm` or `skip_nonfinite`, which need the norm of all
             gradients first.
-        loss_scale: fp16 only: first dynamic loss scale, a power of two. A step that overflows halves the scale;
-            2000 steps without overflow double it.
+        loss_scale: fp16 only: first dynamic loss scale, a power of two. The engine halves the scale after a
+            step that overflows, and doubles it after 2000 steps without overflow.
         chunk_elements: elements of a chunk, a multiple of 65,536. None: 2 Mi with anything on NVMe. Else 16
-            Mi if the device has its own memory, and the leases that a run cannot do without take at most a
-            sixteenth of the host memory that `host_memory` leaves beside the state; 4 Mi otherwise.
+            Mi if the device has its own memory, and the smallest set of leases takes at most a sixteenth of
+            the host memory that `host_memory` leaves beside the state; 4 Mi otherwise.
         block_bytes: largest single I/O request, in bytes, a multiple of 4096 up to 1 GiB. None: the value
             that `infinity tune` found for the drive, else 1 MiB.
         queue_depth: requests in the kernel at once, per directory, up to 4096. None: as tuned, else 32.

@@ -163,8 +163,8 @@ _MASTERS: Final = (
     "{dtype} before `wrap`"
 )
 _SCALING: Final = (
-    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale; 2000 steps "
-    "without overflow double it, up to 2^24. DeepSpeed doubles it after {window} steps (loss_scale_window). It "
+    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale; 2000 steps without "
+    "overflow double it, up to 2^24. DeepSpeed doubles it after {window} steps (loss_scale_window). It "
     "halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
     "{least:g} (min_loss_scale). DeepSpeed's scheduler does not count a step that overflows: call "
     "`scheduler.step()` only if not `optimizer.step_was_skipped`"

@@ -136,8 +136,8 @@ class Edits:
     def check_unseen(self, *, unwraps: bool = False) -> set[ShardedParam]:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
         master, without the edit. Where it is not placed on the device, an edit that torch does not count
-        is not found. Or if a copy was edited that a state dict gave out. `unwraps`: data of another shape, as of
-        a resized layer, is no edit: the cure for it is to unwrap the model. Return what `look` finds."""
+        is not found. Or if a copy was edited that a state dict gave out. `unwraps`: data of another shape, as
+        of a resized layer, is no edit: the cure for it is to unwrap the model. Return what `look` finds."""
         self.given.check()
         for unit in self._tiers.units:
             if not unit.on_device:

@@ -354,8 +354,8 @@ class ParamUnit(UnitMemory):
         return unseen([self])
 
     def check_edited(self) -> None:
-        """Raise `ParameterChangedError` for what `edited` finds, unless the unit is in use and looked at later,
-        or placed here: then the next update takes it over. The edits are gone then."""
+        """Raise `ParameterChangedError` for what `edited` finds, unless the unit is in use and looked at
+        later, or placed here: then the next update takes it over. The edits are gone then."""
         if not self.on_device and self.state in IDLE_STATES and self.edited():
             self.invalidate()
 

@@ -51,8 +51,8 @@ LEAST_BUFFERS = {"load": 1, "update": 1, "gradient": 2, "matrix": 1}
 _GRADIENT_BUFFERS = 4
 #: Larger chunks are taken where their least leases are no more than this share of the free host memory.
 _LEASES_SHARE = 16
-#: What activations get: at most this, so that a large machine starts quickly (pinned memory is taken at once),
-#: and no more than this share of what the least leases leave.
+#: What activations get: at most this, so that a large machine starts quickly (pinned memory is taken at
+#: once), and no more than this share of what the least leases leave.
 ACTIVATIONS_MOST: Final = 16 * GiB
 _ACTIVATIONS_SHARE = 4
 #: Smaller inputs stay on the device: a copy would cost more than their memory is worth.
