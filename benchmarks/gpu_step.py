@@ -26,8 +26,7 @@ import torch
 from children import forget_peak, lines, peak_memory, tell
 from devices import opened
 from llama import Llama, Task
-
-from infinity.cli.bench.step_run import ADAMW
+from steps import ADAMW
 
 #: Of `infinity.metrics`: what a step waited for, and how much the link and the drives gave.
 METRICS: Final = ("stall/", "efficiency", "time_metrics/", "io/", "grad_norm", "fetch/")

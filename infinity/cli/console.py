@@ -22,6 +22,14 @@ from typing import Any, NoReturn
 import click
 from rich import box
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from infinity.core.errors import ConfigError
@@ -30,6 +38,26 @@ from infinity.storage.step_log import BEGINNING, finite
 
 _PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
 _HEAD = 4096  # bytes that say what a file is
+
+
+#: Shows a text and, if given, that `done` of `total` is complete: `tell(text, done, total)`.
+Tell = Callable[..., None]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Tell]:
+    """Lend a function that shows on stderr what is under way and how far it has come: as a bar on a
+    terminal, and not at all elsewhere (also where TERM is dumb). Any thread may call it."""
+    console = Console(stderr=True, highlight=False)
+    text_column = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text_column, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(text: str, done: float = 0.0, total: float | None = None) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+
+        yield tell
 
 
 @contextlib.contextmanager

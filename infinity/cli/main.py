@@ -30,7 +30,7 @@ VERBS: Final[dict[str, tuple[str, str]]] = {
     "train": ("infinity.cli.commands", "Train a model of transformers on text."),
     "generate": ("infinity.cli.commands", "Write text, by a model of any size."),
     "plan": ("infinity.cli.plan", "Say what a run would take, building nothing."),
-    "bench": ("infinity.cli.bench.group", "Measure drives, the link, the CPU's Adam, or whole steps."),
+    "bench": ("infinity.cli.bench.group", "Measure drives as the engine uses them."),
     "tune": ("infinity.cli.commands", "Find the I/O settings that suit a drive, and keep them."),
     "trace": ("infinity.cli.trace", "Say where the time of a step went, and why."),
     "verify": ("infinity.cli.commands", "Check that all placements and updates give the same bits."),
