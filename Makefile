@@ -171,6 +171,7 @@ test-gpu: $(VENV)/.built $(VENV)/.tools
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/rules.py
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 
 types: $(VENV)/.built $(VENV)/.tools

@@ -121,9 +121,9 @@ def test_missing_or_no_directory(
     assert isinstance(raised.value, OSError)
 
 
-def test_below_a_file_is_missing(tmp_path: Path) -> None:
+def test_below_a_file_no_directory_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DirectoryError, match="is missing"):
+    with pytest.raises(DirectoryError, match="a file in the place of a directory above it"):
         Arena(str(tmp_path / "file" / "drive"), MIB)
 
 
