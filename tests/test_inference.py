@@ -18,7 +18,6 @@ from torch import nn
 import infinity
 from infinity.api import hugging_face
 from infinity.api.engine import engine_of
-from infinity.cli.main import run
 from infinity.core.errors import (
     BudgetError,
     ClosedError,
@@ -320,7 +319,6 @@ def test_figures_are_those_of_a_forward(directory: Any, standing: Any, tmp_path:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert len([e for e in events if e.get("cat") == "step"]) == 3
     assert any(e.get("cat") == "read" for e in events)
-    assert run(["trace", str(tmp_path / "trace.json")]) == 0
 
 
 def test_closed_or_plain_again(directory: Any, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from infinity.core.sizes import GiB, Tier
 
 from .engine import engine_of
 
 
-def metrics(thing: object) -> dict[str, float]:
+def metrics(thing: object) -> dict[str, Any]:
     """Return figures of the last step and of memory, under torchtitan's key names where it has them.
 
     `thing` is a wrapped model or its optimizer. A step lasts from the end of one `step()` to the end of the
@@ -24,7 +25,8 @@ def metrics(thing: object) -> dict[str, float]:
     - ``io/read(GB/s)``, ``io/write(GB/s)``: bytes that the drives moved, divided by the time of the whole
       step.
     - ``efficiency(%)``: the share of the step in which the busiest resource was busy: compute (time that is
-      neither a stall nor in `step()`), a drive, or the update. A trace computes it from bandwidths.
+      neither a stall nor in `step()`), a drive, or the update.
+    - ``bound``: one sentence, a str, with these shares: what bounded the step. All other values are floats.
     - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm. The
       engine measures it in the first chunk of each unit, in 65,536 elements. 0.0 if no update was delayed.
 
@@ -70,6 +72,7 @@ def metrics(thing: object) -> dict[str, float]:
         "fetch/units": float(engine.residency.cache.loads),
         "fetch/hits": float(engine.residency.hits),
         **engine.recorder.figures,
+        "bound": engine.recorder.bound(),
         "activations/host(GiB)": activations.peak / GiB if activations is not None else 0.0,
         "activations/kept": float(activations.kept) if activations is not None else 0.0,
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import stat
@@ -141,20 +140,6 @@ def gigabytes(rate: float) -> str:
 # ---- plots ----
 
 
-def check_plot(path: str | None) -> None:
-    """Raise ConfigError if a plot is asked for that cannot be drawn or written, or would cost a file."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a plot needs matplotlib",
-            expected="matplotlib, an optional dependency",
-            found="it is not installed",
-            cure="pip install 'infinity-offload[plot]', or leave --plot out",
-        )
-    check_outputs([("--plot", path, is_plot)])
-
-
 @contextlib.contextmanager
 def figure_in(path: str, width: float, height: float) -> Iterator[Any]:
     """Lend a matplotlib figure of this size in inches; write it to `path`, whose ending says in which
@@ -248,11 +233,6 @@ def check_outputs(
 def is_log(head: bytes) -> bool:
     """Return whether a file that begins so is a log of ``--json-log``."""
     return head.startswith(BEGINNING) and b'"loss": ' in head
-
-
-def is_plot(head: bytes) -> bool:
-    """Return whether a file that begins so was drawn by matplotlib (a PDF says so at its end only)."""
-    return b"atplotlib" in head
 
 
 def _identity(path: str) -> tuple[int, int] | None:

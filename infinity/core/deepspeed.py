@@ -44,7 +44,7 @@ _NOTED: Final[Mapping[str, str]] = {
     "steps_per_print": "your loop prints what it needs; `infinity.metrics(optimizer)` returns the figures",
     "wall_clock_breakdown": "`infinity.trace(optimizer, file)` records where the time of a step goes",
     "memory_breakdown": "`infinity plan` shows the memory on each tier",
-    "flops_profiler": "`infinity.trace(optimizer, file)` and `infinity trace` show where time goes",
+    "flops_profiler": "`bound` in `infinity.metrics(optimizer)` says what bounds a step",
     "autotuning": "`infinity plan --fit` finds a placement and `infinity tune` the settings of a drive",
     **dict.fromkeys(
         ("tensorboard", "wandb", "csv_monitor", "comet"),
