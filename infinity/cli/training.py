@@ -395,7 +395,7 @@ class Training(Run):
         device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
 
         def peak_of(name: str) -> int:
-            return round(figures[f"{name}(GiB)"] * GiB)
+            return round(float(figures[f"{name}(GiB)"]) * GiB)
 
         if self.engine.device.staged:
             rows = [(PROCESS[1], device + plan.activations, peak.device_nbytes or 0)]
