@@ -140,7 +140,7 @@ def test_core_needs_little(path: Path) -> None:
 
 
 #: An `Unpickler` with an allowlist of names.
-UNPICKLES = {("infinity/api/import_dcp.py", "pickle")}
+UNPICKLES = {("infinity/integrations/dcp.py", "pickle")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
