@@ -33,11 +33,11 @@ from children import Child
 
 from infinity.cli.bench.step import Rates, beside, rates
 from infinity.cli.bench.step_run import PLACEMENTS, figures, settings_of, steady
+from infinity.cli.console import finite
 from infinity.cli.measure import scratch
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam
-from infinity.storage.step_log import finite
 
 PEERS = ("deepspeed", "torch")
 #: By mode: where DeepSpeed keeps its state and its parameters; where nothing is said, on the host.
