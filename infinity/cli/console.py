@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import stat
 import textwrap
@@ -33,7 +34,6 @@ from rich.table import Table
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
-from infinity.storage.step_log import BEGINNING, finite
 
 _PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
 _HEAD = 4096  # bytes that say what a file is
@@ -114,6 +114,15 @@ def show_warnings(console: Console, texts: Iterable[str]) -> None:
     """Print what a person should know beside the figures."""
     for text in texts:
         console.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def finish(
@@ -232,7 +241,7 @@ def check_outputs(
 
 def is_log(head: bytes) -> bool:
     """Return whether a file that begins so is a log of ``--json-log``."""
-    return head.startswith(BEGINNING) and b'"loss": ' in head
+    return head.startswith(b'{"step": ') and b'"loss": ' in head
 
 
 def _identity(path: str) -> tuple[int, int] | None:
