@@ -45,7 +45,8 @@ def contestant(case: str, units: int) -> Iterator[Callable[[], tuple[float, floa
         parameters=there,
         optimizer_state="host",
         gradients="host",
-        device_memory=nbytes // 2 if case == "half fit" else 64 * nbytes + (64 << 20),
+        # Beside those that are loaded ahead: a unit in use, and the gradients of two.
+        device_memory=nbytes // 2 + 4 * nbytes // units if case == "half fit" else 64 * nbytes + (64 << 20),
         host_memory=64 * nbytes + (256 << 20),
     )
     owner: Any = None
