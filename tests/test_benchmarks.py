@@ -604,7 +604,7 @@ def test_a_release_of_deepspeed_without_reflow(tmp_path: Path, monkeypatch: pyte
 def test_what_verify_says_is_in_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = importlib.import_module("gpu")
     stage, _ = stage_of(tmp_path, monkeypatch, 1e6)
-    said = {"cases": [{"case": "one", "same": True}, {"case": "two", "same": False}]}
+    said = {"cases": [{"name": "one", "verdict": "same"}, {"name": "two", "verdict": "differs"}]}
 
     def run(found: dict[str, Any], name: str, command: list[str], most: float) -> bool:
         assert command[1:4] == ["-m", "infinity", "verify"]
