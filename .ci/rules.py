@@ -82,7 +82,7 @@ PURE = frozenset(
 )
 PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
 #: Files with an `Unpickler` that has an allowlist of names.
-UNPICKLES = ("infinity/api/import_dcp.py",)
+UNPICKLES = ("infinity/integrations/dcp.py",)
 #: The one file that imports a native module.
 IMPORTERS = {"_aio": "infinity/hardware/aio_native.py", "_cpu_adam": "infinity/hardware/cpu_adam.py"}
 #: Rooms whose parts talk through objects with named methods: [Note: the seams].

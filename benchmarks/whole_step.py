@@ -32,11 +32,11 @@ from children import Child
 from rates import Rates, beside, rates
 from steps import PLACEMENTS, figures, settings_of, steady
 
+from infinity.cli.console import finite
 from infinity.cli.measure import scratch
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam
-from infinity.storage.step_log import finite
 
 PEERS = ("deepspeed", "torch")
 #: By mode: where DeepSpeed keeps its state and its parameters; where nothing is said, on the host.

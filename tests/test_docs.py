@@ -48,7 +48,7 @@ for part in (llama(), tokenizer()):
     part.save_pretrained("Meta-Llama-3.1-70B")
 """,
     "libraries.md": """
-import datasets, peft
+import peft
 from tests import test_ecosystem
 from tests.test_ecosystem import llama as build
 def adapt(model):
@@ -58,7 +58,6 @@ tied = peft.get_peft_model(
     peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True),
 )
 examples, pairs, tokenizer = test_ecosystem.examples(), test_ecosystem.pairs(), test_ecosystem.tokenizer()
-texts = datasets.Dataset.from_dict({"text": [test_ecosystem.words(i, 8) for i in range(8)]})
 """,
 }
 #: Pages whose Python runs elsewhere: with two ranks in test_rank_libraries.py, with signals in test_run.py.

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
+import math
 import os
 import stat
 import textwrap
@@ -34,7 +34,6 @@ from rich.table import Table
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
-from infinity.storage.step_log import BEGINNING, finite
 
 _PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
 _HEAD = 4096  # bytes that say what a file is
@@ -117,6 +116,15 @@ def show_warnings(console: Console, texts: Iterable[str]) -> None:
         console.print(f"warning: {text}", style="yellow", markup=False)
 
 
+def finite(value: Any) -> Any:
+    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def finish(
     result: Mapping[str, Any], show: Callable[[Any], None], *, as_json: bool, failed: bool = False
 ) -> int:
@@ -139,20 +147,6 @@ def gigabytes(rate: float) -> str:
 
 
 # ---- plots ----
-
-
-def check_plot(path: str | None) -> None:
-    """Raise ConfigError if a plot is asked for that cannot be drawn or written, or would cost a file."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a plot needs matplotlib",
-            expected="matplotlib, an optional dependency",
-            found="it is not installed",
-            cure="pip install 'infinity-offload[plot]', or leave --plot out",
-        )
-    check_outputs([("--plot", path, is_plot)])
 
 
 @contextlib.contextmanager
@@ -247,12 +241,7 @@ def check_outputs(
 
 def is_log(head: bytes) -> bool:
     """Return whether a file that begins so is a log of ``--json-log``."""
-    return head.startswith(BEGINNING) and b'"loss": ' in head
-
-
-def is_plot(head: bytes) -> bool:
-    """Return whether a file that begins so was drawn by matplotlib (a PDF says so at its end only)."""
-    return b"atplotlib" in head
+    return head.startswith(b'{"step": ') and b'"loss": ' in head
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from infinity.api.checkpoint import Progress
-from infinity.api.foreign import Foreign
-from infinity.api.import_dcp import import_dcp
-from infinity.api.import_deepspeed import import_deepspeed
+from infinity.integrations.dcp import import_dcp
+from infinity.integrations.deepspeed.checkpoints import import_deepspeed
+from infinity.integrations.foreign import Foreign
 
 from .console import finish, progress
 

@@ -32,7 +32,6 @@ VERBS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("infinity.cli.plan", "Say what a run would take, building nothing."),
     "bench": ("infinity.cli.bench.group", "Measure drives as the engine uses them."),
     "tune": ("infinity.cli.commands", "Find the I/O settings that suit a drive, and keep them."),
-    "trace": ("infinity.cli.trace", "Say where the time of a step went, and why."),
     "verify": ("infinity.cli.commands", "Check that all placements and updates give the same bits."),
     "export": ("infinity.cli.commands", "Write the model of a checkpoint for other programs."),
     "import-deepspeed": ("infinity.cli.commands", "Turn a checkpoint of DeepSpeed into one of infinity."),
