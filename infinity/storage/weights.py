@@ -75,10 +75,11 @@ class Weights:
             nbytes = (high - low) * dtype.itemsize
             if piece.dtype is not dtype:
                 return None
-            places = piece.file.places(piece.name, low * dtype.itemsize, nbytes)
-            if any(place.at % dtype.itemsize for place in places):
+            file, begin = piece.file.where(piece.name)
+            begin += low * dtype.itemsize
+            if begin % dtype.itemsize:
                 return None
-            found += [(place.file, place.at, place.end - place.begin) for place in places]
+            found.append((file, begin, nbytes))
         return found
 
     def leave(self, name: str, numel: int) -> None:
