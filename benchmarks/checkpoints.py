@@ -30,10 +30,10 @@ from typing import Any
 
 import common
 import torch
+from steps import ADAMW
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.bench.step_run import ADAMW
 from infinity.cli.measure import scratch
 
 WANTED = 0.8

@@ -26,8 +26,7 @@ import torch
 from children import forget_peak, lines, peak_memory, tell
 from devices import opened
 from llama import Llama, Task
-
-from infinity.cli.bench.step_run import ADAMW
+from steps import ADAMW
 
 #: Of `infinity.metrics`: what a step waited for, and how much the link and the drives gave.
 METRICS: Final = ("stall/", "efficiency", "time_metrics/", "io/", "grad_norm", "fetch/")
@@ -226,8 +225,6 @@ def _quantiles(values: list[float]) -> dict[str, float]:
 def profiled(who: Contestant, model: Llama, job: dict[str, Any]) -> dict[str, Any]:
     """Return where the time of steps goes, by torch's profiler, and by the engine's trace, which stays in the
     file ``trace``."""
-    from internals import roofline_of
-
     import infinity
 
     loss_of = model.loss_of(job["batch"], job["sequence"], who.device)
@@ -250,7 +247,7 @@ def profiled(who: Contestant, model: Llama, job: dict[str, Any]) -> dict[str, An
     return {
         "steps": job["steps"],
         **{by: sorted(rows, key=lambda row: -row[f"{by}_ms"])[:ROWS] for by in ("device", "host")},
-        "roofline": roofline_of(job["trace"]),
+        "bound": infinity.metrics(who.model)["bound"],
     }
 
 

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from adam_work import AdamWork
+from link import host_buffers
 
 from infinity.api.engine import engine_of
-from infinity.cli.bench.adam import AdamWork
-from infinity.cli.bench.link import host_buffers
-from infinity.cli.roofline import analyse
-from infinity.cli.trace import read_trace
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import CudaDevice
 
@@ -51,8 +49,3 @@ def updated_in_backward(optimizer: Any) -> Callable[[], int]:
 
     behind.end = counted
     return lambda: count
-
-
-def roofline_of(path: str) -> dict[str, Any]:
-    """Return where the time of the steps in a file of `infinity.trace` went."""
-    return analyse(read_trace(path))

@@ -31,10 +31,10 @@ from typing import Any
 import common
 import runner
 import torch
+from steps import ADAMW
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.bench.step_run import ADAMW
 from infinity.cli.measure import scratch
 
 TARGETS = {"step_of_merely": 0.9, "step_of_deepspeed": 1.1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from infinity.core.config import UPDATES, Config
 
 from .quick import quick
 
@@ -146,6 +149,41 @@ def test_a_model_counts_its_parameters() -> None:
     assert gpt2.GPT2().parameters == 202_882_048
     small = gpt2.GPT2(layers=2, width=64, vocabulary=300, positions=16)
     assert small.parameters == sum(p.numel() for p in small.build().parameters())
+
+
+# ---- bounds ----
+
+
+def test_the_bound_of_each_update_mode() -> None:
+    steps = importlib.import_module("steps")
+    bound, found = steps.bound, steps.Measured(forward=1.0, backward=2.0, adam=0.5, moved=10.0, nvme_rate=1.0)
+    assert found.nvme == 10.0
+    assert bound("sync", found) == 1 + 2 + 10
+    assert bound("overlap", found) == 2 + 10
+    assert bound("delayed", found) == 10
+    assert bound("backward", found) == 1 + 10
+    ahead = dataclasses.replace(found, read_ahead=1.5)
+    assert bound("sync", ahead) == 1 + 2 + 8.5
+    assert bound("overlap", ahead) == 2 + 8.5
+    assert bound("delayed", ahead) == 10
+    # A backward hides no more than it lasts, a forward no more than itself.
+    much = dataclasses.replace(found, read_ahead=100.0, copies=100.0, gradients=1.0)
+    assert bound("overlap", much) == 2 + 8
+    assert bound("sync", much) == 1 + 2 + 7
+    assert bound("backward", much) == 1 + 9
+    # Without a drive the kernel is left.
+    kernel = steps.Measured(forward=1.0, backward=2.0, adam=0.5)
+    assert bound("sync", kernel) == 3.5
+    assert bound("overlap", kernel) == 3.0
+    assert bound("overlap", dataclasses.replace(kernel, adam=1.25)) == 3.25
+    assert bound("delayed", kernel) == bound("backward", kernel) == 3.0
+
+
+def test_every_placement_and_update_mode_is_one_of_the_engine(tmp_path: Path) -> None:
+    steps = importlib.import_module("steps")
+    for placement in steps.PLACEMENTS:
+        for update in UPDATES:
+            Config(nvme=str(tmp_path), device="cpu", **steps.settings_of(placement, update, 1 << 20))
 
 
 # ---- races ----

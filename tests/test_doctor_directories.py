@@ -15,12 +15,14 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
+from infinity.cli import medium
 from infinity.cli.doctor import directory
 from infinity.cli.main import run
+from infinity.cli.tune import remember
 from infinity.core.config import Config
 from infinity.core.sizes import KiB, MiB
-from infinity.hardware import medium, probe
-from infinity.hardware.tuned import TunedSettings, remember
+from infinity.hardware import probe
+from infinity.hardware.tuned import TunedSettings
 
 from .command_line import ROOT, findings, mounted, old_arena, python, small_drive
 

@@ -254,11 +254,11 @@ def test_planned_bytes_of_checkpoints_and_arenas_are_those_that_are_there(form: 
             assert {name for name, kind in kinds.items() if kind == "F32"} == matching(PATTERNS)
             assert set(kinds.values()) == {"F32", {"bf16": "BF16", "8bit": "U8"}[form]}
     assert nbytes == checkpoint_nbytes(planned, engine.config)
-    written = [infinity.metrics(optimizer)["nvme/written(TB)"]]
+    written = [infinity.metrics(optimizer)["nvme/written(GiB)"]]
     go_on(model, optimizer, 2, 3)
     engine.states.quiesce()
-    written.append(infinity.metrics(optimizer)["nvme/written(TB)"])
-    assert round((written[1] - written[0]) * 1e12) == engine.footprint.nvme_written_per_step
+    written.append(infinity.metrics(optimizer)["nvme/written(GiB)"])
+    assert round((written[1] - written[0]) * (1 << 30)) == engine.footprint.nvme_written_per_step
     assert sum(engine.footprint.nvme.values()) == sum(plan.nvme_nbytes for plan in engine.tiers.plans)
     infinity.close(optimizer)
 

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
-from infinity.api.import_dcp import import_dcp
 from infinity.cli.main import run
 from infinity.core.errors import CorruptionError, DataError, DirectoryError, InfinityError
+from infinity.integrations.dcp import import_dcp
 from infinity.storage.checkpoints import find
 
 from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of

@@ -79,6 +79,7 @@ def test_what_lies_between_forward_and_backward_is_the_loss(clock: Clock) -> Non
 def test_figures_are_those_of_the_last_step_with_or_without_a_trace(clock: Clock) -> None:
     recorder = Recorder()
     assert set(recorder.figures.values()) == {0.0}
+    assert recorder.bound() == "no whole step has been measured yet"
     clock.ns = 2000
     recorder.step(1900, 500, 100)
     wait = recorder.waits()
@@ -92,6 +93,7 @@ def test_figures_are_those_of_the_last_step_with_or_without_a_trace(clock: Clock
         "io/write(GB/s)": 1.0,
         "efficiency(%)": 90.0,  # compute
     }
+    assert recorder.bound() == "bound by compute 90% of the step"
     clock.ns = 4000
     recorder.updating += 950
     recorder.step(3900, 2500, 1100, 700)
@@ -100,6 +102,17 @@ def test_figures_are_those_of_the_last_step_with_or_without_a_trace(clock: Clock
     clock.ns = 5000
     recorder.step(4900, 2500, 1100, 700 + 970)
     assert recorder.figures["efficiency(%)"] == 97.0
+    assert recorder.bound() == "bound by NVMe reads and writes 97% of the step, compute 90%"
+    wait = recorder.waits()
+    clock.ns = 5600
+    recorder.waited(wait, ("update", 0))
+    clock.ns = 6000
+    recorder.updating += 300
+    recorder.step(5900, 3500, 1100, 1670 + 500)
+    assert recorder.bound() == (
+        "bound by waiting: NVMe reads 50% of the step, compute 40%, the optimizer's update 30%; "
+        "your thread waited 60%, most of it for the update"
+    )
 
 
 def test_a_full_recording_counts_what_it_drops(clock: Clock) -> None:

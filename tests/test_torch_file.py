@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import CorruptionError, DataError, DirectoryError
-from infinity.storage.torch_file import Record, is_dense, load_bytes, load_saved, part
+from infinity.integrations.torch_file import Record, is_dense, load_bytes, load_saved, part
 
 
 class Thing:

@@ -180,7 +180,7 @@ def wrong_index(path: str, error: Exception) -> CorruptionError:
     )
 
 
-def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: str = "directory") -> str:
+def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
     """Return a path as a string, with the user's directory in the place of "~".
 
     Raises:
@@ -190,19 +190,19 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: st
         name = os.fsdecode(path)
     except TypeError as error:
         raise ConfigError(
-            f"the path of the {example} {kind} is not a path",
+            f"the path of the {example} directory is not a path",
             expected="a str, or a pathlib.Path",
             found=repr(path),
             cure=f'"{example}"',
         ) from error
     if not name:
         raise ConfigError(
-            f"the path of the {example} {kind} is empty",
+            f"the path of the {example} directory is empty",
             expected="a path",
             found=repr(path),
             cure=f'"{example}"',
         )
-    return local_path(name, f"the path of the {example} {kind}", example)
+    return local_path(name, f"the path of the {example} directory", example)
 
 
 def elements_here(engine: Engine, *, own: bool = False) -> dict[ShardedParam, int]:

@@ -93,7 +93,6 @@ class Engine:
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
         self.matrix_owners: Comm = Alone()
-        self.saves_on_all_ranks = False  # the library whose loop this is does, by `infinity.save`
         self._frozen = frozen
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()

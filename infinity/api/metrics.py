@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from infinity.core.sizes import GiB, Tier
 
 from .engine import engine_of
 
 
-def metrics(thing: object) -> dict[str, float]:
+def metrics(thing: object) -> dict[str, Any]:
     """Return figures of the last step and of memory, under torchtitan's key names where it has them.
 
     `thing` is a wrapped model or its optimizer. A step lasts from the end of one `step()` to the end of the
@@ -24,14 +25,15 @@ def metrics(thing: object) -> dict[str, float]:
     - ``io/read(GB/s)``, ``io/write(GB/s)``: bytes that the drives moved, divided by the time of the whole
       step.
     - ``efficiency(%)``: the share of the step in which the busiest resource was busy: compute (time that is
-      neither a stall nor in `step()`), a drive, or the update. A trace computes it from bandwidths.
+      neither a stall nor in `step()`), a drive, or the update.
+    - ``bound``: one sentence, a str, with these shares: what bounded the step. All other values are floats.
     - ``delayed/drift``: how far the last delayed update moved the parameters, relative to their 2-norm. The
       engine measures it in the first chunk of each unit, in 65,536 elements. 0.0 if no update was delayed.
 
     The optimizer's state dict saves and restores ``steps`` and ``skipped_steps``: those whose
     gradients were not finite, with fp16 or `Config.skip_nonfinite`.
 
-    These figures count since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
+    These figures count since `wrap`: ``nvme/read(GiB)``, ``nvme/written(GiB)``,
     ``fetch/units`` (units loaded to the device), ``fetch/hits`` (uses of units that were on the device, or on
     their way), ``activations/kept`` (inputs of checkpointed layers that did not fit on the host).
 
@@ -65,11 +67,12 @@ def metrics(thing: object) -> dict[str, float]:
         "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
         "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,
         "nvme/read(GiB)": sum(s.bytes_read for s in stats) / GiB,
-        "nvme/written(TB)": sum(s.bytes_written for s in stats) / 1e12,
+        "nvme/written(GiB)": sum(s.bytes_written for s in stats) / GiB,
         "delayed/drift": engine.updater.drift.value,
         "fetch/units": float(engine.residency.cache.loads),
         "fetch/hits": float(engine.residency.hits),
         **engine.recorder.figures,
+        "bound": engine.recorder.bound(),
         "activations/host(GiB)": activations.peak / GiB if activations is not None else 0.0,
         "activations/kept": float(activations.kept) if activations is not None else 0.0,
     }

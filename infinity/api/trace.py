@@ -1,4 +1,4 @@
-"""`trace`: records the engine's work with its times, in a file for Perfetto and `infinity trace`.
+"""`trace`: records the engine's work with its times, in a file for Perfetto.
 
 The file is in Chrome's trace format (JSON; load it at ui.perfetto.dev). Each kind of work is a track.
 If several pieces of a kind run at once, they are in several lanes of the track.
@@ -19,9 +19,7 @@ from typing import Any, Final, TextIO
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.paths import local_path
-from infinity.core.sizes import Tier
 from infinity.core.spans import FORMAT, LIMIT, Recording, Span, Time, span_cost
-from infinity.hardware.tuned import bandwidths
 from infinity.version import __version__
 
 from .engine import Engine, engine_of
@@ -192,9 +190,8 @@ def _write(file: TextIO, log: Recording, engine: Engine) -> None:
 
 def _about(log: Recording, engine: Engine) -> dict[str, Any]:
     """Return what a reader needs beside the spans. Bytes; times in ns."""
-    config, taken = engine.config, engine.footprint
+    config = engine.config
     # As transfers number them, which need no arena where nothing of ours is on NVMe.
-    in_place = sum(p.copy.nbytes for p in engine.tiers.plans if p.place is not None)
     drives = [s.path for s in engine.store.stats()] or [*config.directories]
     steps, spans = max(1, len(log.steps)), len(log.spans)
     plain = span_cost()
@@ -212,16 +209,6 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
             for name, shares in config.placements.items()
         },
         "nvme": drives,
-        "tuned_bytes_per_second": bandwidths(drives) if drives else None,
-        "bytes": {
-            tier.value: dict(values)
-            for tier, values in (
-                (Tier.DEVICE, taken.device),
-                (Tier.HOST, taken.host),
-                (Tier.NVME, {**taken.nvme, **({"parameters, read in place": in_place} if in_place else {})}),
-            )
-        },
-        "host_memory": engine.budget.host,
         "cost": {
             "ns_per_span": cost / spans if spans else plain,
             "spans_per_step": spans / steps,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
+import math
 import os
 import stat
 import textwrap
@@ -22,14 +22,41 @@ from typing import Any, NoReturn
 import click
 from rich import box
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
-from infinity.storage.step_log import BEGINNING, finite
 
 _PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
 _HEAD = 4096  # bytes that say what a file is
+
+
+#: Shows a text and, if given, that `done` of `total` is complete: `tell(text, done, total)`.
+Tell = Callable[..., None]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Tell]:
+    """Lend a function that shows on stderr what is under way and how far it has come: as a bar on a
+    terminal, and not at all elsewhere (also where TERM is dumb). Any thread may call it."""
+    console = Console(stderr=True, highlight=False)
+    text_column = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text_column, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(text: str, done: float = 0.0, total: float | None = None) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+
+        yield tell
 
 
 @contextlib.contextmanager
@@ -89,6 +116,15 @@ def show_warnings(console: Console, texts: Iterable[str]) -> None:
         console.print(f"warning: {text}", style="yellow", markup=False)
 
 
+def finite(value: Any) -> Any:
+    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def finish(
     result: Mapping[str, Any], show: Callable[[Any], None], *, as_json: bool, failed: bool = False
 ) -> int:
@@ -111,20 +147,6 @@ def gigabytes(rate: float) -> str:
 
 
 # ---- plots ----
-
-
-def check_plot(path: str | None) -> None:
-    """Raise ConfigError if a plot is asked for that cannot be drawn or written, or would cost a file."""
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "a plot needs matplotlib",
-            expected="matplotlib, an optional dependency",
-            found="it is not installed",
-            cure="pip install 'infinity-offload[plot]', or leave --plot out",
-        )
-    check_outputs([("--plot", path, is_plot)])
 
 
 @contextlib.contextmanager
@@ -219,12 +241,7 @@ def check_outputs(
 
 def is_log(head: bytes) -> bool:
     """Return whether a file that begins so is a log of ``--json-log``."""
-    return head.startswith(BEGINNING) and b'"loss": ' in head
-
-
-def is_plot(head: bytes) -> bool:
-    """Return whether a file that begins so was drawn by matplotlib (a PDF says so at its end only)."""
-    return b"atplotlib" in head
+    return head.startswith(b'{"step": ') and b'"loss": ' in head
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -12,12 +12,13 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 from rich.console import Console
@@ -28,10 +29,10 @@ from infinity.core.errors import ConfigError, DataError, InfinityError
 from infinity.core.optional import optional
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, format_size
 from infinity.hardware import cores, probe
-from infinity.hardware.medium import MEMORY, NETWORK, Medium, medium_of, wear_of
 from infinity.version import __version__
 
 from .console import finish, lines_of, sizes
+from .medium import MEMORY, NETWORK, Medium, describe_directory, medium_of, wear_of
 from .options import directories_argument, json_option
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -50,6 +51,7 @@ _WORN: Final = 0.8  # of a drive's rated endurance
 _TORCH_CURE: Final = "pip install torch"
 #: Names of arenas of older versions, in the subdirectory `infinity` of a directory.
 _OLD_ARENA: Final = re.compile(r"rank\d+\.arena")
+_CAP_IPC_LOCK: Final = 14
 
 
 class Finding(NamedTuple):
@@ -183,6 +185,52 @@ def _backend_cure(name: str, verdict: str) -> str | None:
     return next(cure for word, cure in cures.items() if word in verdict)
 
 
+def memlock_limit() -> int | None:
+    """Return the bytes that this process may lock (`ulimit -l`); None: as many as it likes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
+            return None  # the limit does not bind whoever has CAP_IPC_LOCK
+    return soft
+
+
+def aio_contexts() -> tuple[int, int] | None:
+    """Return (requests that contexts of Linux AIO hold now, how many they may): fs.aio-nr and
+    fs.aio-max-nr. None: the kernel has no Linux AIO, or does not say."""
+    now, most = (probe.text_of(Path("/proc/sys/fs", name)) for name in ("aio-nr", "aio-max-nr"))
+    return None if now is None or most is None else (int(now), int(most))
+
+
+class Gpu(NamedTuple):
+    """One CUDA device. Memory in bytes."""
+
+    number: int
+    name: str
+    capability: str
+    total: int
+    free: int
+    pci: str | None
+    numa_node: int | None
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Return the CUDA devices that torch sees; none, where there is no torch."""
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: a library that torch loads
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts: Any = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        pci = probe.pci_address(facts)
+        capability = f"{facts.major}.{facts.minor}"
+        found.append(Gpu(index, facts.name, capability, total, free, pci, probe.gpu_numa_node(pci)))
+    return tuple(found)
+
+
 def memory() -> Iterator[Finding]:
     """Host memory, and what limits it."""
     available, limit = probe.available_host_memory(), probe.cgroup_memory_limit()
@@ -192,11 +240,11 @@ def memory() -> Iterator[Finding]:
     if limit is not None:
         text = f"{format_size(limit)}, {format_size(probe.cgroup_memory_left())} left"
     yield note("cgroup", text)
-    locked = probe.memlock_limit()
+    locked = memlock_limit()
     text = "no limit" if locked is None else f"{format_size(locked)}: uring registers no more than that"
     low = locked is not None and locked < _LEAST_LOCKED
     yield note("memlock", text, "ulimit -l unlimited (docker: --ulimit memlock=-1)" if low else None)
-    if (contexts := probe.aio_contexts()) is None:
+    if (contexts := aio_contexts()) is None:
         yield note("aio-max-nr", "the kernel does not say", "check that /proc/sys is mounted")
     else:
         used, most = contexts
@@ -238,7 +286,7 @@ def processors() -> Iterator[Finding]:
     text = "; ".join(f"node {n.number}: {len(n.cpus)} cores, {format_size(n.memory)}" for n in nodes)
     used = [n.number for n in nodes if n.cpus & mine]
     across = len(used) > 1
-    own = {f"GPU {gpu.number}": gpu.numa_node for gpu in probe.gpus()} or {"the CPU": None}
+    own = {f"GPU {gpu.number}": gpu.numa_node for gpu in gpus()} or {"the CPU": None}
     for name, node in own.items():
         chosen = cores.choose_node(nodes, mine, node, ())
         where = "where the kernel puts them" if chosen is None else f"on node {chosen}"
@@ -266,7 +314,7 @@ def devices() -> Iterator[Finding]:
         cure = "compare nvidia-smi and torch's CUDA" if built else "install a torch built for CUDA"
         yield Finding("GPU", ERROR, f"{text}, but there is a driver", cure)
         return
-    for gpu in probe.gpus():
+    for gpu in gpus():
         node = "unknown" if gpu.numa_node is None else str(gpu.numa_node)
         memory_text = f"{format_size(gpu.free)} of {format_size(gpu.total)} free"
         yield note(f"GPU {gpu.number}", f"{gpu.name}, {memory_text}, {gpu.pci}, NUMA node {node}")
@@ -289,7 +337,7 @@ def devices() -> Iterator[Finding]:
 def directory(path: str, *, clean: bool = False) -> Iterator[Finding]:
     """One directory: its file system, its drive, its room, and what I/O the engine would use there."""
     try:
-        facts = probe.describe_directory(path)
+        facts = describe_directory(path)
     except OSError as error:
         yield Finding(path, ERROR, os.strerror(error.errno or 0), cure_of(path, error.errno))
         return
@@ -318,13 +366,13 @@ def directory(path: str, *, clean: bool = False) -> Iterator[Finding]:
         None if direct else "use ext4 or XFS on a drive with blocks of at most 4096 bytes",
     )
     yield from _backends_of(path)
-    gpus = [gpu for gpu in probe.gpus() if gpu.numa_node is not None]
-    if not gpus and drive is not None:
+    placed = [gpu for gpu in gpus() if gpu.numa_node is not None]
+    if not placed and drive is not None:
         chosen = cores.choose_node(probe.numa_nodes(), cores.allowed_cpus(), None, (drive.numa_node,))
         if chosen is not None:
             yield note(f"{path}: buffers", f"those of a run with this drive prefer node {chosen}")
-    if drive is not None and drive.numa_node is not None and gpus:
-        near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
+    if drive is not None and drive.numa_node is not None and placed:
+        near = [gpu.number for gpu in placed if gpu.numa_node == drive.numa_node]
         text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
         yield note(f"{path}: NUMA", text, None if near else "a drive near the GPU")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from infinity.api.export import export
 from infinity.core.sizes import format_size, parse_dtype, parse_size
 from infinity.storage.checkpoints import find
 
-from .console import finish, seldom, status_line
+from .console import finish, progress
 
 
 def export_command(
@@ -22,14 +23,9 @@ def export_command(
     """Export as the parameters of the command say."""
     wanted = None if dtype is None else parse_dtype(dtype, "--dtype")
     limit = parse_size(max_shard_size, "--max-shard-size")
-    with status_line() as line:
-        say = seldom(line)
-
-        def progress(done: int, total: int) -> None:
-            say(f"{format_size(done)} of {format_size(total)}")
-
+    with progress() as tell:
         found = find(path_of(checkpoint))
-        path = export(found.path, directory, wanted, limit, progress=progress)
+        path = export(found.path, directory, wanted, limit, progress=partial(tell, "exported"))
     files = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
     result = {
         "path": path,

@@ -7,7 +7,9 @@ read.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +20,35 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import parse_size
 from infinity.core.yaml_file import read_yaml
-from infinity.hardware.probe import has_cuda
 from infinity.planning.machine import Drive, Machine
 
 from .options import FIGURE, is_figure
 
 _Lines = Mapping[str, Callable[[Any], Any] | None]
 _EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
+
+
+def has_cuda() -> bool:
+    """Return whether torch has a CUDA device. See [Note: torch is asked last]."""
+    if "torch" not in sys.modules and not _may_have_gpu():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _may_have_gpu() -> bool:
+    """[Note: torch is asked last] To import torch takes seconds. It has no CUDA device where there is neither
+    the library of NVIDIA's driver, which the CUDA runtime opens by this name, nor a file that drivers make:
+    that of NVIDIA, also on Tegra, of AMD, whose devices torch calls CUDA's too, or of WSL. Where one of them
+    is, there may still be no device: torch decides."""
+    if any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "nvmap", "kfd", "dxg")):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:

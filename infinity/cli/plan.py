@@ -6,12 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
 
-from infinity.core.deepspeed import Translation, translate
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, format_size
 from infinity.hardware.launch import RankPlace
@@ -24,6 +23,9 @@ from .machine import load_machine
 from .options import FIGURE, is_figure, json_option
 from .output import read_run
 from .settings import PRESET_DTYPE, RunCommand, run_options
+
+if TYPE_CHECKING:
+    from infinity.integrations.deepspeed.settings import Translation
 
 #: TB that a drive is rated for where nobody says.
 ENDURANCE: Final = 600.0
@@ -208,6 +210,8 @@ def plan_command(
     machine = None if machine_file is None else load_machine(machine_file)
     theirs = None
     if deepspeed_file is not None:
+        from infinity.integrations.deepspeed.settings import translate
+
         dtype = given.get("dtype") or PRESET_DTYPE
         try:
             theirs = translate(deepspeed_file, SimpleNamespace(fp16=dtype == "fp16", bf16=dtype == "bf16"))

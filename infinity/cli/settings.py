@@ -152,7 +152,7 @@ class TrainSettings:
     peak_tflops: float | None = _setting(
         None, "TFLOP/s of one device by its data sheet, for mfu in the log; known of A100, H100 and H200."
     )
-    trace: str | None = _setting(None, "Record where time goes, into this file (see `infinity trace`).")
+    trace: str | None = _setting(None, "Record where time goes, into this file, for ui.perfetto.dev.")
     output: str | None = _setting(
         None,
         "A directory for checkpoints; default: a new one in runs/, in the first directory of --nvme or here.",

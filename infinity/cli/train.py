@@ -37,10 +37,9 @@ from infinity.core.sizes import Tier, format_size
 from infinity.optim.lion import Lion
 from infinity.optim.muon import Muon
 from infinity.optim.optimizer import OffloadOptimizer
-from infinity.storage.step_log import finite
 
 from .case import Case
-from .console import check_outputs, is_log, table_of
+from .console import check_outputs, finite, is_log, table_of
 from .data import Corpus, find_files, open_stream
 from .job import Job, joined
 from .measure import Peak, bytes_on_disk, give_back_freed_memory

@@ -12,6 +12,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
 
@@ -25,11 +26,13 @@ from infinity.api.metrics import metrics
 from infinity.api.random_state import random_state, set_random_state
 from infinity.api.run import Run
 from infinity.api.save import save
+from infinity.api.together import together
 from infinity.core.errors import BackendError, ConfigError, DataError, InfinityError
 from infinity.core.sizes import GiB, Tier
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.planning.planner import Plan
 from infinity.storage.checkpoints import find
+from infinity.storage.step_log import StepLog
 
 from .data import Corpus
 from .ending import steps_begin
@@ -50,11 +53,8 @@ PROCESS = ("process: device + host + activations", "device, with activations", "
 
 def _bytes(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, int]:
     """Return the bytes read from and written to NVMe between two `metrics`."""
-    factors = {"read": ("nvme/read(GiB)", GiB), "written": ("nvme/written(TB)", 1e12)}
-    return {
-        f"nvme_{way}": round(now[name] * factor) - round(before[name] * factor)
-        for way, (name, factor) in factors.items()
-    }
+    names = {"read": "nvme/read(GiB)", "written": "nvme/written(GiB)"}
+    return {f"nvme_{way}": round(now[name] * GiB) - round(before[name] * GiB) for way, name in names.items()}
 
 
 class Training(Run):
@@ -65,8 +65,6 @@ class Training(Run):
         complete: whether it has come to its end.
         moved: bytes of all steps, without those of saves and evaluations.
     """
-
-    _log_option = "--json-log"
 
     def __init__(
         self,
@@ -87,11 +85,12 @@ class Training(Run):
             save_every=train.save_every,
             save_minutes=train.save_minutes,
             keep_last=train.keep_last,
-            log=os.path.expanduser(train.json_log) if train.json_log is not None else None,
         )
         self.settings, self.workload, self.corpus, self.model = settings, workload, corpus, model
         self.report, self.job = report, job
         self.incomplete = report.incomplete
+        self._log: StepLog | None = None
+        self._figures: dict[str, Any] = {}
         self.losses: list[float] = []
         self.validation = math.nan
         self.seconds = 0.0
@@ -115,7 +114,31 @@ class Training(Run):
         self._leave(error)  # the command says what came of it, and ends with its exit code
 
     def _take(self, stack: contextlib.ExitStack) -> None:
-        """Nothing: the command had the directory before it built the model."""
+        """Open the log. The command had the directory before it built the model."""
+        together(self.engine.comm, "the log of a run", self._open_log)
+        stack.callback(self._end_log)
+
+    def _open_log(self) -> None:
+        if self.first and self.train.json_log is not None:
+            self._log = StepLog(os.path.expanduser(self.train.json_log), self.begin, "--json-log")
+
+    def _count(self) -> None:
+        super()._count()
+        if self._log is not None:
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            scale = self.engine.optimizer.loss_scale
+            record = {"step": self.step, "time": now, "run": self.id, "loss_scale": scale, **self._figures}
+            self._lose_log(self._log, self._log.write(record))
+
+    def _end_log(self) -> None:
+        if self._log is not None:
+            self._lose_log(self._log, self._log.close())
+
+    def _lose_log(self, log: StepLog, error: InfinityError | None) -> None:
+        if error is not None:
+            what = f"the log {log.path!r} cannot be written ({log.why})"
+            self._say(f"warning: {what}: the run goes on without it")
+            self.incomplete.append(error)
 
     @property
     def made(self) -> int:
@@ -332,8 +355,7 @@ class Training(Run):
         self.validation = record.get("eval_loss", math.nan)
         lost = self.report.step(record)
         figures = {name: value for name, value in record.items() if name != "step"}
-        # Not by `log`: the figures of a command are those of all ranks, in place of the run's own.
-        self._figures.update(figures, **({"output_lost": lost} if lost else {}))
+        self._figures = {**figures, **({"output_lost": lost} if lost else {})}
 
     def _is_evaluated(self, steps: int) -> bool:
         """Return whether the step that is over after `steps` steps is."""
@@ -395,7 +417,7 @@ class Training(Run):
         device, host = taken.total(Tier.DEVICE), taken.total(Tier.HOST)
 
         def peak_of(name: str) -> int:
-            return round(figures[f"{name}(GiB)"] * GiB)
+            return round(float(figures[f"{name}(GiB)"]) * GiB)
 
         if self.engine.device.staged:
             rows = [(PROCESS[1], device + plan.activations, peak.device_nbytes or 0)]

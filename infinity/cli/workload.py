@@ -155,9 +155,7 @@ class Workload:
         return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
 
     def _drawn(self) -> Any:
-        from infinity.api.hugging_face import dtype_keyword
-
-        return self.load_code().from_config(self.hf_config, **{dtype_keyword(): self.own_dtype})
+        return self.load_code().from_config(self.hf_config, dtype=self.own_dtype)
 
     _with_values = _drawn
 
@@ -239,9 +237,7 @@ class Pretrained(Workload):
 
     def _with_values(self) -> Any:
         """Only safetensors are read: nothing is ever unpickled."""
-        from infinity.api.hugging_face import dtype_keyword
-
-        told = {"local_files_only": True, "use_safetensors": True, dtype_keyword(): "auto"}
+        told = {"local_files_only": True, "use_safetensors": True, "dtype": "auto"}
         try:
             return self.load_code().from_pretrained(self._path, **told)
         except (OSError, ValueError) as error:

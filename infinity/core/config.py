@@ -467,29 +467,6 @@ class Config:
             )
         return cls(**{str(key): value for key, value in content.items()})
 
-    @classmethod
-    def from_deepspeed(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any], arguments: Any = None
-    ) -> tuple[Config, list[str]]:
-        """Return the settings that a settings file of DeepSpeed means, and notes about the rest of it.
-
-        A note is a sentence: a key, its value, and what takes its place here. Every key is in the settings,
-        in a note or in the error.
-
-        Args:
-            source: the file, or its content as a dict.
-            arguments: the TrainingArguments with which `Trainer` fills in ``"auto"``; an object with some of
-                their attributes will do. `Trainer` then also clips the gradients, so `max_grad_norm` is None.
-
-        Raises:
-            ConfigError: the file cannot be read; or the engine lacks some of the settings. The error names
-                all of these.
-        """
-        from .deepspeed import translate  # few programs need it
-
-        found = translate(source, arguments)
-        return cls(**found.settings), found.notes
-
 
 def unknown_setting(name: str, known: Sequence[str], where: str = "") -> ConfigError:
     """Return the error for a setting that is none of `known`. These and `name` may begin with a section, such

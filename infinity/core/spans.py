@@ -21,6 +21,16 @@ from typing import Final, Protocol
 
 #: What the user's thread waits for: the link, drives, the update, the gradients on their way.
 CAUSES: Final = ("h2d", "nvme", "update", "reduce")
+_WAITS: Final = {
+    "h2d": "copies to the device",
+    "nvme": "the drives",
+    "update": "the update",
+    "reduce": "gradients on their way",
+}
+#: A resource that is busy for this share of a step bounds it; below that, waits do.
+_BOUND: Final = 0.75
+#: A smaller share is not worth a word.
+_LITTLE: Final = 0.01
 #: A trace keeps this many spans, about 25 MB, and counts those beyond.
 LIMIT: Final = 100_000
 #: Of a trace's file: of its own part, ``otherData``.
@@ -167,6 +177,8 @@ class Recorder:
             "io/write(GB/s)": 0.0,
             "efficiency(%)": 0.0,
         }
+        # Of the last step: the share in which each resource was busy, and each cause was waited for.
+        self._shares: tuple[dict[str, float], dict[str, float]] = {}, {}
         self._last: tuple[int, int, int, dict[str, int], int, int] | None = None
 
     @contextlib.contextmanager
@@ -221,17 +233,40 @@ class Recorder:
         if self._last is not None:
             then, read, written, stalls, working, updating = self._last
             took = max(1, end - then)
-            stalled = sum(self.stalls[c] - stalls[c] for c in CAUSES)
+            read, written = nbytes_read - read, nbytes_written - written
+            waits = {cause: (self.stalls[cause] - stalls[cause]) / took for cause in CAUSES}
             # What is neither a stall nor `step()` is the user's: forward and backward, mostly.
-            inside = min(end - begin, took) if begin > then else 0
-            busy = max(took - max(stalled, inside), drives - working, self.updating - updating)
+            inside = min(end - begin, took) / took if begin > then else 0.0
+            way = "reads" if read > 2 * written else "writes" if written > 2 * read else "reads and writes"
+            busy = {
+                "compute": max(0.0, 1 - max(sum(waits.values()), inside)),
+                f"NVMe {way}": min(1.0, (drives - working) / took),
+                "the optimizer's update": min(1.0, (self.updating - updating) / took),
+            }
+            self._shares = busy, waits
             self.figures = {
-                **{f"stall/{c}(%)": 100 * (self.stalls[c] - stalls[c]) / took for c in CAUSES},
-                "io/read(GB/s)": (nbytes_read - read) / took,
-                "io/write(GB/s)": (nbytes_written - written) / took,
-                "efficiency(%)": 100 * min(1.0, max(0, busy) / took),
+                **{f"stall/{cause}(%)": 100 * share for cause, share in waits.items()},
+                "io/read(GB/s)": read / took,
+                "io/write(GB/s)": written / took,
+                "efficiency(%)": 100 * max(busy.values()),
             }
         self._last = end, nbytes_read, nbytes_written, dict(self.stalls), drives, self.updating
+
+    def bound(self) -> str:
+        """Return the sentence of `infinity.metrics` that says what bounded the last step."""
+        busy, waits = self._shares
+        if not busy:
+            return "no whole step has been measured yet"
+        (first, most), *others = sorted(busy.items(), key=lambda each: -each[1])
+        more = "".join(f", {name} {share:.0%}" for name, share in others if share >= _LITTLE)
+        said = f"{first} {most:.0%} of the step{more}"
+        if most >= _BOUND:
+            return f"bound by {said}"
+        cause, waited = max(waits, key=lambda each: waits[each]), sum(waits.values())
+        then = (
+            f"; your thread waited {waited:.0%}, most of it for {_WAITS[cause]}" if waited >= _LITTLE else ""
+        )
+        return f"bound by waiting: {said}{then}"
 
 
 def span_cost() -> float:

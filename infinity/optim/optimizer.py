@@ -31,7 +31,7 @@ from infinity.params.param import ShardedParam
 
 from .behind import Behind, Parts
 from .loading import OURS, NoState, counts_of, hooked, match
-from .misuse import Prepared, is_between_steps, is_guard, refuse_alone, refuse_copies
+from .misuse import Prepared, is_between_steps, is_guard, refuse_copies
 from .rules import Rule
 from .state_io import bump
 from .update import ParamUpdate, chunk_updates
@@ -495,8 +495,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return self._make_state_dict()
 
     def _make_state_dict(self) -> dict[str, Any]:
-        if self._comm.world > 1 and not all(u.layout.whole for u in self._residency.units):
-            refuse_alone("state dict of the optimizer")
         self._seams.finish()
         # What reads a distributed checkpoint reads what such a state dict names, and nothing else: one of an
         # optimizer that has made no step names all that a later one has.

@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from .errors import ConfigError
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError
 
-#: Schedulers of DeepSpeed, which `infinity.optim.deepspeed_scheduler` makes.
+#: Schedulers of DeepSpeed, which `scheduler_from` makes.
 SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 #: Those of torch that it takes as well.
 _OF_TORCH: Final = (
@@ -44,7 +45,7 @@ _NOTED: Final[Mapping[str, str]] = {
     "steps_per_print": "your loop prints what it needs; `infinity.metrics(optimizer)` returns the figures",
     "wall_clock_breakdown": "`infinity.trace(optimizer, file)` records where the time of a step goes",
     "memory_breakdown": "`infinity plan` shows the memory on each tier",
-    "flops_profiler": "`infinity.trace(optimizer, file)` and `infinity trace` show where time goes",
+    "flops_profiler": "`bound` in `infinity.metrics(optimizer)` says what bounds a step",
     "autotuning": "`infinity plan --fit` finds a placement and `infinity tune` the settings of a drive",
     **dict.fromkeys(
         ("tensorboard", "wandb", "csv_monitor", "comet"),
@@ -252,6 +253,27 @@ def _without_comments(text: str) -> str:
 def has_settings(settings: Mapping[str, Any]) -> bool:
     """Return whether a dict has any key of DeepSpeed's settings."""
     return any(key in known for key in settings for known in (_NOTED, _REFUSED, _TAKEN))
+
+
+def config_from(
+    source: str | os.PathLike[str] | Mapping[str, Any], arguments: Any = None
+) -> tuple[Config, list[str]]:
+    """Return the `Config` that a settings file of DeepSpeed means, and notes about the rest of the file.
+
+    A note is a sentence: a key, its value, and what takes its place here. Every key is in the `Config`, in a
+    note or in the error.
+
+    Args:
+        source: the file, or its content as a dict.
+        arguments: the TrainingArguments with which `Trainer` fills in ``"auto"``; an object with some of
+            their attributes will do. `Trainer` then also clips the gradients, so `max_grad_norm` is None.
+
+    Raises:
+        ConfigError: the file cannot be read; or the engine lacks some of the settings. The error names all of
+            these.
+    """
+    found = translate(source, arguments)
+    return Config(**found.settings), found.notes
 
 
 def translate(source: str | os.PathLike[str] | Mapping[str, Any], arguments: Any = None) -> Translation:
@@ -637,7 +659,7 @@ class _Reader:
         block.values.pop("params", None)
         block.end(("type", "params"))
         if kind in SCHEDULERS:
-            text = "infinity.optim.deepspeed_scheduler(settings, optimizer) has the same rates, step for step"
+            text = "scheduler_from(settings, optimizer) has the same rates, step for step"
         elif kind in _OF_TORCH:
             text = f"torch.optim.lr_scheduler.{kind}(optimizer, **params)"
         else:
