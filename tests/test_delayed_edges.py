@@ -512,7 +512,6 @@ def test_the_interpreter_ends_with_a_delayed_update_under_way(
     assert (done.returncode == 0) == (how == "end"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt"), done.stderr
     assert "Exception ignored" not in done.stderr
-    assert not list(tmp_path.glob("infinity/*")), "the arena is removed at exit"
 
 
 @placements

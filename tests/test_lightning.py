@@ -180,7 +180,6 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (found,) = second.trainer.validate(second.module, data(shuffle=False), ckpt_path="best")
     assert found["val"] == pytest.approx(whole.kept.best_model_score.item(), rel=1e-6)
     second.closed()
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 def test_validation_alone_loads_a_checkpoint(tmp_path: Path) -> None:
@@ -418,7 +417,6 @@ def test_two_ranks(stage: int, tmp_path: Path) -> None:
     for count, what in ((2, "train"), (2, "resume"), (1, "resume")):
         given = (str(tmp_path), str(stage), what)
         all_well(run_ranks(count, script, *given, seconds=90, environment=torchrun, imports=IMPORTS))
-    assert not list(tmp_path.rglob("*.arena"))
     assert not list(tmp_path.rglob("*.saving"))
 
 

@@ -38,7 +38,6 @@ def ran(name: str, folder: Path) -> dict[str, torch.Tensor]:
     script = f"import os\nos.chdir({str(folder)!r})\nimport torch\ntorch.set_num_threads(1)\n"
     imports = () if name in ("A", "Experts") else IMPORTS
     all_well(run_ranks(2, script + SNIPPETS[name], seconds=120, imports=imports))
-    assert not list(folder.rglob("*.arena"))
     found = find(str(folder / "checkpoints"))
     return load_file(Path(found.path, found.content["files"]["parameters"]))
 
@@ -130,7 +129,6 @@ def test_an_offloaded_trainer_on_two_ranks(stages: list[str], tmp_path: Path) ->
         torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-6)
         final = load_file(tmp_path / stage / "out" / "final" / "model.safetensors")
         torch.testing.assert_close(final, state, rtol=0, atol=0)
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 @pytest.mark.ecosystem

@@ -307,7 +307,6 @@ def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: P
     assert "RankError" in said or "DivergenceError" in said, said
     if how not in ("ends", "is killed", "is interrupted"):
         assert last == 1, other_said
-    assert list(tmp_path.rglob("*.arena")) == [] or how == "is killed"
 
 
 @pytest.mark.parametrize("stage", quick([0, 1, 2], [], [1]))
@@ -529,7 +528,6 @@ def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any],
     for code, _, err in run_ranks(2, HEAD + LOOP, json.dumps(given)):
         assert code == 1
         assert "ConfigError" in err or "BudgetError" in err
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 @pytest.mark.first

@@ -211,7 +211,6 @@ def test_a_run_from_text_to_sample(
         assert step["grad_norm"] > 0
         assert step["tokens_per_second"] > 0
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
-    assert not list(Path(nvme).rglob("*arena*")), "the arena goes with the run"
 
 
 @pytest.mark.parametrize(

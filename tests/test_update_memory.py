@@ -366,7 +366,6 @@ def test_close_tries_once_more_and_gives_up(
     with pytest.raises(OutOfMemoryError, match="never updated: ") as raised:
         infinity.close(optimizer)
     assert "load the last checkpoint" in str(raised.value)
-    assert not list(tmp_path.glob("infinity/*"))
     infinity.close(optimizer)
 
 
