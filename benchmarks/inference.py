@@ -77,7 +77,6 @@ def build(task: Task) -> Any:
             "nvme": task.folder,
             "device": task.device,
             "dtype": task.dtype,
-            "output_dtype": None,
             "parameters": "nvme",
             "device_memory": 2 * task.largest_unit * itemsize,
             "threads": task.threads,

@@ -17,6 +17,7 @@ from infinity.cli.bench.io_load import Job, Load, Settings, run_pass, usable_byt
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH, Config
 from infinity.core.sizes import GiB, MiB, parse_dtype
 from infinity.hardware.tuned import tuned
+from infinity.planning.footprint import READ_AHEAD
 from infinity.planning.parts import ADAM, moments_of
 
 #: Bytes of the drive's probe at most and at least, seconds of one pass, parameters of the kernel's.
@@ -75,12 +76,12 @@ def beside(
         rates: what `Rates.measure` returned.
         settings: of `infinity.Config`, as the run was given them.
     """
-    of_state = ("read_ahead_memory", "optimizer_state_dtype", "split_master")
+    of_state = ("optimizer_state_dtype", "split_master")
     config = Config(**{k: v for k, v in settings.items() if k in of_state})
     state = (2 if config.split_master else 4) * params + sum(
         moment.nbytes(params) for moment in moments_of(ADAM, config)
     )
-    ahead = min(int(config.read_ahead_memory), state)
+    ahead = min(READ_AHEAD, state)
     copies = params * parse_dtype(dtype).itemsize
     on_nvme = {name for name, value in settings.items() if value == "nvme"}
     in_torch = settings["optimizer_state"] == "device"

@@ -193,7 +193,7 @@ def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) ->
         param.data = param.data.clone()  # aligned, and not where the file has it
         param.requires_grad_(False)
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", dtype=dtype, output_dtype=None)
+    config = config_for(tmp_path / "nvme", dtype=dtype)
     used = infinity.inference(tmp_path / "model", config)
     torch.manual_seed(1)
     batch = cast(ARCHITECTURES[name].feed(), kind)
@@ -240,7 +240,7 @@ def output_of(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ["UNet2DCondition", "DiT", "Flux", "SD3"])
 def test_diffusers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None)
+    config = config_for(tmp_path / "nvme", parameters="nvme")
     model, optimizer = trained(name, config)
     kind = type(model)
     try:
@@ -270,7 +270,7 @@ def test_a_model_of_diffusers_in_bf16_is_that_of_its_library(tmp_path: Path) -> 
     model: Any = ARCHITECTURES["SD3"].build()
     model.save_pretrained(tmp_path / "out")
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme", dtype="bf16", output_dtype=None)
+    config = config_for(tmp_path / "nvme", parameters="nvme", dtype="bf16")
     batch = cast((ARCHITECTURES["SD3"].feed(),), torch.bfloat16)[0]
     read = type(model).from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
     expected = output_of(read, batch)
@@ -286,7 +286,7 @@ def test_timm_reads_what_is_exported(name: str, tmp_path: Path) -> None:
     import timm  # type: ignore[import-not-found]
 
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None)
+    config = config_for(tmp_path / "nvme", parameters="nvme")
     model, optimizer = trained(name, config)
     try:
         infinity.export(model, tmp_path / "out", max_shard_size="20KB")  # timm reads one file
@@ -322,7 +322,7 @@ def test_diffusers_reads_adapters_that_are_exported(tmp_path: Path) -> None:
         model.set_adapters(["default"])
 
     (tmp_path / "nvme").mkdir()
-    model, _ = trained("SD3", config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None), adapt)
+    model, _ = trained("SD3", config_for(tmp_path / "nvme", parameters="nvme"), adapt)
     try:
         infinity.export(model, tmp_path / "out")
         infinity.export(model, tmp_path / "merged", merge_adapters=True)

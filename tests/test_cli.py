@@ -19,7 +19,7 @@ from infinity.cli.main import VERBS, cli, run
 from infinity.cli.output import read_run
 from infinity.cli.settings import OPTIONS, TrainSettings, parse_placement
 from infinity.cli.shown import show_error
-from infinity.core.config import _OLD_NAMES, UPDATES
+from infinity.core.config import UPDATES
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
@@ -131,9 +131,7 @@ def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> N
     assert several == ["nvme", "optimizer_state_fp32", "units"]
     run(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "--activation-memory SIZE Bytes of host memory for --activations host;" in said
-    assert "--read-ahead-memory SIZE Bytes of host memory into which" in said
-    assert "as far as --host-memory leaves room. [1.00 GiB]" in said
+    assert "moments stay fp32 where --optimizer-state-dtype is" in said
 
 
 @pytest.mark.parametrize(
@@ -353,8 +351,6 @@ def test_a_file_that_is_wrong(text: str, suggestion: str, tmp_path: Path) -> Non
     ("text", "cure"),
     [
         ("engine: {host_memry: 1}", "did you mean 'engine.host_memory'?"),
-        ("engine: {durable: false}", "'engine.durable' was removed; leave it out"),
-        ("engine: {drive: /mnt}", "'engine.drive' is called 'engine.nvme' now"),
         ("host_memory: 1GiB", "move that line below a line `engine:`, and indent it"),
         ("steps: 3", "move that line below a line `train:`, and indent it"),
     ],
@@ -364,9 +360,7 @@ def test_a_wrong_name_in_a_file_is_answered_in_the_file_s_words(
     cure: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(_OLD_NAMES, "drive", "nvme")
     path = tmp_path / "run.yaml"
     path.write_text(text)
     assert run(["plan", "--config", str(path)]) == 2
@@ -391,7 +385,6 @@ def test_the_file_of_the_documents(tmp_path: Path) -> None:
     [
         ("--queue-depth", "1000000", "no --queue-depth"),
         ("--block-bytes", "1TiB", "no --block-bytes"),
-        ("--io-deadline", "inf", "--io-deadline 120.0"),
     ],
 )
 def test_what_no_ring_takes_is_refused_at_the_start(
@@ -418,22 +411,6 @@ def test_what_cannot_be_used_is_refused_at_the_start(
     assert run([verb, "--json", *SMALL, option, value]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["expected"], error["cure"]) == (expected, f"change {option}")
-
-
-@pytest.mark.parametrize("verb", ["plan", "train"])
-@pytest.mark.parametrize("name", ["mlp", "positions"])
-def test_what_the_built_in_model_had_is_refused(
-    name: str, verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run([verb, "--json", *SMALL, f"--{name}", "gelu"]) == 2
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert error["what"] == f"--{name} was removed"
-    assert "SwiGLU and rotary" in error["expected"]
-    assert "--init-from" in error["cure"]
-    file = tmp_path / "run.yaml"
-    file.write_text(f"model: {{{name}: gelu}}")
-    assert run([verb, "--json", "--config", str(file)]) == 2
-    assert f"'model.{name}' was removed" in json.loads(capsys.readouterr().out)["error"]["cure"]
 
 
 @covering

@@ -57,7 +57,7 @@ class Chain(nn.Module):
 def started(folder: Path, placement: str, steps: int = 3, **settings: Any) -> tuple[Any, Any, Any]:
     """A small model after `steps` steps, of which all but the first were delayed."""
     this = case("gpt", layers=2, width=32)
-    mode = {"update": "delayed", "delay_warmup_steps": 1, "output_dtype": None}
+    mode = {"update": "delayed", "delay_warmup_steps": 1}
     folder.mkdir(exist_ok=True)
     config = config_for(folder, **{**PLACEMENTS[placement], **mode, **settings})
     model, adam = infinity.wrap(this.model, torch.optim.AdamW(this.model.parameters(), lr=1e-2), config)

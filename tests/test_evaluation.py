@@ -19,6 +19,7 @@ from infinity.cli.output import read_run
 from infinity.cli.training import Training
 from infinity.cli.workload import workload_of
 
+from . import inner
 from .command_line import started, wait_for_line, words
 from .test_train_checkpoints import assert_equal, losses, result_of
 
@@ -43,7 +44,8 @@ def test_training_does_not_notice_that_it_is_evaluated(
     update: str, text: str, nvme: str, held_out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses, and every bit that is saved; nor do the bytes of its steps."""
-    common = words(text, nvme, "--steps", "7", "--update", update, "--delay-warmup-steps", "1")
+    inner.config(delay_warmup_steps=1)
+    common = words(text, nvme, "--steps", "7", "--update", update)
     more = {"not": [], "every second": ["--eval-data", held_out, "--eval-every", "2", "--eval-batches", "3"]}
     found, logs = {}, {}
     for name, given in more.items():

@@ -32,7 +32,7 @@ from infinity.core.errors import (
     TransferError,
 )
 
-from . import fault_runs, models
+from . import fault_runs, inner, models
 from .command_line import mounted
 from .faults import FaultFS, build, missing_means
 from .quick import quick
@@ -154,7 +154,7 @@ class Training:
             **dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme"),
             **settings,
         }
-        self.config = infinity.Config(nvme=directory, **config)
+        self.config = inner.config(nvme=directory, **config)
 
     def wrap(self) -> Training:
         self.model, self.adam = infinity.wrap(self.model, self.adam, self.config)

@@ -120,7 +120,6 @@ def given_case(seed: int) -> tuple[Any, ...]:
         "update_depth": random.choice((1, 3)),
         "read_ahead_memory": random.choice((0, "1MiB")),
         "units": random.choice((None, ["Given"])),
-        "output_dtype": None,
     }
     model = Given(Random(built))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]

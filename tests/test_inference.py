@@ -81,7 +81,7 @@ def plain(directory: str, kind: str, dtype: str = "fp32") -> Any:
 
 def config_of(folder: Path, **settings: Any) -> infinity.Config:
     folder.mkdir(exist_ok=True)
-    return config_for(folder, **{"output_dtype": None, **settings})
+    return config_for(folder, **settings)
 
 
 @pytest.fixture

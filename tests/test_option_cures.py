@@ -53,8 +53,6 @@ def test_cures_are_in_the_words_of_who_asked(
     assert run([*command, "--nvme", nvme]) == 0
     assert run([*command, "--optimizer-state", "host"]) == 0
     capsys.readouterr()
-    assert run([*command, "--nvme", nvme, "--activation-memory", "1MiB"]) == 2
-    assert "to change: --activations host, or leave --activation-memory out" in capsys.readouterr().err
     assert run([*command, "--nvme", f"{nvme}/missing"]) == 2
     assert "nvme=" not in capsys.readouterr().err
 

@@ -387,7 +387,7 @@ def test_a_changed_order_costs_the_loads_that_it_changes_and_no_more(
     plain.load_state_dict(model.state_dict())
     # Room for five of ten, beside the gradient that autograd makes on a device of its own.
     room = "448KiB" if pytestconfig.getoption("--device") == "cpu" else "512KiB"
-    config = config_for(tmp_path, device_memory=room, output_dtype=None)
+    config = config_for(tmp_path, device_memory=room)
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False)
     residency = engine_of(model).residency

@@ -27,11 +27,12 @@ from infinity.api.engine import engine_of
 from infinity.cli.workload import planned_from
 from infinity.planning.machine import Drive, Machine
 from infinity.planning.planner import Planner
+from tests import inner
 from tests.models import case
 
 torch.set_num_threads(1)
 settings = json.loads(sys.argv[1])
-config = infinity.Config(**settings)
+config = inner.config(**settings)
 made = case("gpt", tied=True)
 world = int(os.environ["WORLD_SIZE"])
 drives = [Drive(directory=d, free=None, system=0, ranks=world) for d in config.directories]

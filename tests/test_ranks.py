@@ -203,6 +203,7 @@ import contextlib, json, os, signal, sys, time
 import torch
 from torch import nn
 import infinity
+from tests import inner
 torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.manual_seed(0)
@@ -223,7 +224,7 @@ class Model(nn.Module):
         return self.last(x)
 
 model = Model()
-config = infinity.Config(**json.loads(sys.argv[1]))
+config = inner.config(**json.loads(sys.argv[1]))
 adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
 """
 
@@ -451,7 +452,7 @@ class Switch(nn.Module):
     def forward(self, x, use):
         return self.both(x) * (self.one if use == 0 else self.other if use == 1 else 1)
 
-config = infinity.Config(**json.loads(sys.argv[1]), units=["Switch"])
+config = inner.config(**json.loads(sys.argv[1]), units=["Switch"])
 model = Switch()
 model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0), config)
 x = torch.ones(2, 8)
@@ -685,7 +686,7 @@ def test_a_rank_without_any_memory_for_a_unit_is_named(tmp_path: Path) -> None:
 
 
 LAYERDROP = """
-config = infinity.Config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
+config = inner.config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
 import copy
 plain = copy.deepcopy(model)
 torch_adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -787,7 +788,7 @@ for accumulation in (None, 2) if stage < 2 else (None,):
         o = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         model = copy.deepcopy(made)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        config = infinity.Config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
+        config = inner.config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
         model, adam = infinity.wrap(model, adam, config)
         seen = [], []
         x = [torch.full((2, 8), r + 1.0) for r in range(world)]

@@ -25,6 +25,7 @@ from infinity.cli.train import train
 from infinity.core.errors import BudgetError, ConfigError, DataError, DirectoryError
 from infinity.optim.rules import rule_of
 
+from . import inner
 from .command_line import give_tokenizer, mounted, python, started, wait_for_line
 from .quick import quick
 
@@ -262,8 +263,9 @@ def test_inputs_of_recomputed_blocks_on_the_host(
     assert 6 * nbytes == rows["host: activations"]["measured"] < rows["host: activations"]["planned"]
     capsys.readouterr()
     plans = []
-    for changes in ({}, {"activations": "host"}, {"activations": "host", "activation_memory": 4 * nbytes}):
-        given = settings(text, nvme, **size, **changes)
+    for where, most in (("device", 1 << 30), ("host", 1 << 30), ("host", 4 * nbytes)):
+        inner.config(activation_memory=most)
+        given = settings(text, nvme, **size, activations=where)
         del given["sample_tokens"]
         assert run(["plan", "--json", *options(given)]) == 0
         plans.append(json.loads(capsys.readouterr().out))

@@ -30,6 +30,7 @@ from infinity.planning.planner import checkpoint_nbytes
 from infinity.storage.checkpoints import find, list_checkpoints
 from infinity.storage.folder import Claim, lock_directory
 
+from . import inner
 from .command_line import small_drive, started, wait_for_line, words
 from .offloaded import wrap_adamw
 
@@ -82,7 +83,8 @@ def test_a_run_that_goes_on_is_the_run_that_nobody_disturbed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Losses, parameters, moments, generators, the log and the sample."""
-    common = trained(text, nvme, "--steps", "7", "--update", update, "--delay-warmup-steps", "1", *more)
+    inner.config(delay_warmup_steps=1)
+    common = trained(text, nvme, "--steps", "7", "--update", update, *more)
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     logs = [tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"]
     first = result_of(capsys, *common, "--output", whole, "--json-log", str(logs[0]))
@@ -399,7 +401,7 @@ def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> 
     "changes",
     [
         {},
-        {"update": "delayed", "delay_warmup_steps": 0},
+        {"update": "delayed"},
         {"dtype": "bf16"},
         {"optimizer": "adagrad"},
         {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ("*embed*", "*norm*")},
@@ -408,6 +410,7 @@ def test_a_checkpoint_of_another_program_is_not_gone_on_from(tmp_path: Path) -> 
 def test_the_planned_bytes_of_a_checkpoint(
     changes: dict[str, Any], text: str, nvme: str, tmp_path: Path
 ) -> None:
+    inner.config(delay_warmup_steps=0)
     run_ = read_run(None, {**_given(text, nvme), "steps": 2, "output": str(tmp_path / "out"), **changes})
     case = Case(run_)
     planned = checkpoint_nbytes(case.planner.model, case.config)

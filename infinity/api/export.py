@@ -211,7 +211,6 @@ class _Writing:
             settle(self._engine)
         if self._comm.rank:
             return None
-        self._comm.claim(os.path.realpath(self._path))
         self._folder = self._stack.enter_context(Folder(self._path))
         self._open(self._path)
         check_free(self._path, self._total, "the model", "or export elsewhere, or in another dtype")

@@ -84,7 +84,7 @@ def init(config: Config, mesh: object = None) -> Iterator[None]:
         ConfigError: `nvme` contains ``{local_rank}``, and the number of this rank on its machine is unknown;
             or `wrap` does not accept the mesh.
     """
-    rank, local_rank = numbers(mesh, independent=config.independent_replicas)
+    rank, local_rank = numbers(mesh)
     if rank:
         with without_values():
             yield

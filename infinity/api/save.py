@@ -230,7 +230,6 @@ class _Saving:
                 self._total += numel * sharded.spec.dtype.itemsize
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
         if self._comm.rank == 0:
-            self._comm.claim(os.path.realpath(given.root))
             self._groups_here = self._groups(given.tensors)
             self._random = [
                 encode(state, given.tensors, "random" if rank == 0 else f"random of rank {rank}")

@@ -45,8 +45,7 @@ def wrap(
             process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks
             (torchrun). With several ranks, call `wrap` on all of them, with the same model and settings. All
             ranks take the first rank's values, and rank r continues its random numbers from the first rank's
-            seed plus r. A mesh of fewer ranks than the job is an error without
-            ``Config(independent_replicas=True)``.
+            seed plus r. A mesh of fewer ranks than the job is an error.
 
     Raises:
         WrapError: `wrap` does not support the model or the optimizer.
@@ -129,7 +128,7 @@ def close(thing: object) -> None:
     and keeps the values. Every later use of the closed model raises `ClosedError`.
 
     `close` first finishes the update of the last step. That takes as long as the drives take: each transfer
-    has `io_deadline` seconds. If a KeyboardInterrupt passes a ``finally`` that calls `close`, the drives have
+    has 120 seconds. If a KeyboardInterrupt passes a ``finally`` that calls `close`, the drives have
     half a second to finish.
 
     Raises:

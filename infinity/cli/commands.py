@@ -18,8 +18,8 @@ from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
 
 #: Settings of the engine that `generate` takes.
 _GENERATES: Final = (
-    *("device", "dtype", "parameters", "nvme", "device_memory", "host_memory", "prefetch_memory", "units"),
-    *("chunk_elements", "block_bytes", "queue_depth", "aio_backend", "io_deadline"),
+    *("device", "dtype", "parameters", "nvme", "device_memory", "host_memory", "units"),
+    *("chunk_elements", "block_bytes", "queue_depth", "aio_backend"),
 )
 
 

@@ -281,7 +281,7 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
     elif room and inputs > room:
         console.print(
             f"The inputs of checkpointed blocks take {format_size(inputs)}, the host has {format_size(room)} "
-            "for them: the rest stays on the device (--activation-memory)."
+            "for them: the rest stays on the device (--host-memory)."
         )
 
     moved = result["per_step"]

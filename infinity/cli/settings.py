@@ -38,7 +38,7 @@ from infinity.core.sizes import format_size
 from infinity.core.yaml_file import read_yaml
 from infinity.planning.parts import ADAM
 
-from .options import FIGURE, is_figure, removed_options
+from .options import FIGURE, is_figure
 
 #: The share of the text, at its end, that is kept for validation.
 VALIDATION: Final = 0.05
@@ -345,10 +345,7 @@ _SECTIONS: Final[dict[str, Any]] = {
     "engine": Config,
 }
 #: Settings of the engine that are no options: a file can have them. `train` has its own accumulation.
-_NO_OPTIONS: Final = (
-    *("output_dtype", "loss_scale_window", "check_edits", "accumulation", "independent_replicas"),
-    "placements",
-)
+_NO_OPTIONS: Final = ("accumulation", "placements")
 #: Of the engine's settings, what commands call or say otherwise.
 _SAID: Final[dict[str, dict[str, str]]] = {
     "units": {"flag": "--unit"},
@@ -461,19 +458,12 @@ def setting_options(options: Sequence[Option]) -> Callable[[F], F]:
     return decorate
 
 
-_removed: Final = removed_options(
-    *("--mlp", "--positions"),
-    expected="a model of transformers: those of presets have SwiGLU and rotary positions",
-    cure="leave it out; or --init-from a directory with another model",
-)
-
-
 def run_options(function: F, options: Sequence[Option] = OPTIONS) -> F:
     """Decorate a command with `--config` and `options`."""
     of_file = click.option(
         "--config", "config_file", metavar="FILE", help="A YAML file; options win over it."
     )
-    decorated: F = of_file(_removed(setting_options(options)(function)))
+    decorated: F = of_file(setting_options(options)(function))
     return decorated
 
 

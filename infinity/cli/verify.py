@@ -90,8 +90,6 @@ def case_of(place: str, update: str, word: str = "", **settings: Any) -> Case:
     whole |= dict(device_memory="16MiB", host_memory="96MiB")
     if update == "backward":
         whole |= dict(accumulation=BACKWARDS, max_grad_norm=None)
-    if update == "delayed":
-        whole |= dict(delay_warmup_steps=1)
     return Case(f"{place}, {word or settings['dtype']}", {**whole, **settings})
 
 
@@ -151,6 +149,7 @@ def train(case: Case, device: str, directory: str) -> dict[str, torch.Tensor]:
         cpu_adam.set_isa(case.isa or isa)
         model, optimizer = wrap(*_model_and_optimizer(), config)
         stack.callback(close, optimizer)
+        optimizer.delayed_from = 1  # a case has few steps
         losses, norms = [], []
         for loss in _losses(model, optimizer, device):
             optimizer.step()

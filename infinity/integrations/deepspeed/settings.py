@@ -164,11 +164,11 @@ _MASTERS: Final = (
     "{dtype} before `wrap`"
 )
 _SCALING: Final = (
-    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale, which grows to 2^24 at most. "
-    "DeepSpeed halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
+    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale; 2000 steps without "
+    "overflow double it, up to 2^24. DeepSpeed doubles it after {window} steps (loss_scale_window). It "
+    "halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
     "{least:g} (min_loss_scale). DeepSpeed's scheduler does not count a step that overflows: call "
-    "`scheduler.step()` only if not `optimizer.step_was_skipped`. The outputs of the model are "
-    "fp32, so that a scaled loss does not overflow; those of DeepSpeed's engine are fp16"
+    "`scheduler.step()` only if not `optimizer.step_was_skipped`"
 )
 _NOT_FINITE: Final = (
     "DeepSpeed skips a step whose gradients are not all finite, by default since version 0.19.3: "
@@ -429,7 +429,6 @@ class _Reader:
         if dtype == "fp16":
             self._fp16(fp16)
         if dtype == "bf16":
-            self.settings["output_dtype"] = None  # as DeepSpeed's engine returns them
             self._bf16(bf16)
         if dtype != "fp32":
             self.note(kinds[dtype].key("enabled"), True, _MASTERS.format(dtype=dtype))
@@ -449,10 +448,10 @@ class _Reader:
             self.refuse("fp16.initial_scale_power", power, "write a power of at most 127: a loss is fp32")
             power = 16
         self.settings["loss_scale"] = 2.0**power
-        self.settings["loss_scale_window"] = block.number("loss_scale_window", 1000, 1, whole=True)
+        window = block.number("loss_scale_window", 1000, 1, whole=True)
         hysteresis = block.number("hysteresis", 2, whole=True)
         least = block.number("min_loss_scale", 1)
-        self.note("fp16.loss_scale", 0, _SCALING.format(first=max(hysteresis, 1), least=least))
+        self.note("fp16.loss_scale", 0, _SCALING.format(first=max(hysteresis, 1), least=least, window=window))
 
     def _bf16(self, block: _Block) -> None:
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
