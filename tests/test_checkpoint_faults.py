@@ -92,9 +92,9 @@ def killed(folder: Path, root: Path, steps: int, seconds: float) -> int:
     return int(said.split()[-1]) if said else 0
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.nightly)])
 def test_a_run_that_is_killed_at_any_moment_goes_on(kills: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)  # as the others have
     wanted = digests(tmp_path / "undisturbed", 120)
@@ -345,7 +345,7 @@ print(count)
 """
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
 def test_loads_beside_a_saver_that_keeps_one(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)

@@ -101,7 +101,7 @@ def check_that_it_goes_on(name: str, update: str, places: Iterable[str], tmp_pat
 
 
 @pytest.mark.parametrize("update", quick(UPDATES, ["delayed"]))
-@pytest.mark.parametrize("name", quick(CASES, ["gpt-fp32"], []))
+@pytest.mark.parametrize("name", quick(CASES, ["gpt-fp32"]))
 def test_a_run_that_was_saved_goes_on_bit_for_bit(name: str, update: str, tmp_path: Path) -> None:
     check_that_it_goes_on(name, update, PLACES, tmp_path)
 

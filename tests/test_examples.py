@@ -19,7 +19,7 @@ from infinity.storage.checkpoints import find
 from .ranks import all_well, run_ranks
 from .test_ecosystem import llama, need, tokenizer, words
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IMPORTS = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama", "peft")
 
@@ -148,7 +148,7 @@ runpy.run_path(sys.argv.pop(1))
 """
 
 
-@pytest.mark.architectures
+@pytest.mark.integration
 def test_diffusion_with_lora_and_an_average(tmp_path: Path) -> None:
     if not Path(sys.prefix, "architectures").is_dir():
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs diffusers: make test-all")

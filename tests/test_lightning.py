@@ -28,7 +28,7 @@ from .command_line import mounted
 from .ranks import all_well, run_ranks
 from .test_ecosystem import need
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 IMPORTS = ("lightning.pytorch", "tests.test_lightning")
 
@@ -411,7 +411,7 @@ def ranks() -> None:
     run.closed()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_two_ranks(stage: int, tmp_path: Path) -> None:
     script, torchrun = "from tests.test_lightning import ranks; ranks()", {"TORCHELASTIC_RUN_ID": "none"}
     for count, what in ((2, "train"), (2, "resume"), (1, "resume")):

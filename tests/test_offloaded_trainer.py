@@ -27,7 +27,7 @@ from infinity.integrations.deepspeed import config_from, scheduler_from
 from .offloaded import config_for
 from .test_ecosystem import Seen, arguments, examples, llama, need, pairs, tokenizer, watch, words
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 STEPS = 7
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -299,7 +299,7 @@ def test_nothing_grows_in_the_steady_state(tmp_path: Path, settings: dict[str, A
     assert all(q.in_use == 0 for q in engine.pool.stats().values())
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
 @pytest.mark.parametrize("how", quick(["end", "raise"], ["raise"]))
 def test_the_interpreter_ends_with_an_update_under_way(how: str, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ if sys.argv[2] == "raise":
 @covering
 @pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 50))]
+    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 50))]
 )
 def test_random_delays_change_nothing(
     seed: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

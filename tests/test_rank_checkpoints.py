@@ -60,7 +60,6 @@ MOMENTS["bf16, others"] = {**MOMENTS["bf16"], "optimizer_state_fp32": ["*.weight
             ("bf16", "8bit, some"),
         ],
         [("bf16", "fp32"), ("bf16", "8bit, some")],
-        [("fp32", "fp32")],
     ),
 )
 def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(dtype: str, moments: str, tmp_path: Path) -> None:
@@ -116,7 +115,6 @@ def test_a_base_that_is_left_out_is_the_same_on_any_number_of_ranks(tmp_path: Pa
     quick(
         [(a, b) for a in MOMENTS for b in MOMENTS if a != b and "," in a + b],
         [("8bit, some", "bf16, others")],
-        [("8bit", "8bit, some"), ("bf16, others", "8bit, some")],
     ),
 )
 def test_moments_become_those_of_the_run_that_loads_them(saved: str, loaded: str, tmp_path: Path) -> None:
@@ -265,7 +263,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize(
     ("world", "place"),
-    quick([(2, "nvme"), (2, "host"), (3, "nvme"), (4, "host")], [(2, "nvme")], [(4, "host")]),
+    quick([(2, "nvme"), (2, "host"), (3, "nvme"), (4, "host")], [(2, "nvme")]),
 )
 def test_no_rank_ever_has_the_whole_model(world: int, place: str, tmp_path: Path) -> None:
     """Not as it is built and wrapped, trained, saved, loaded and exported: its share, and the budgets."""
@@ -298,7 +296,7 @@ infinity.close(adam)
 """
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_adapters_of_several_ranks_are_exported_alone_and_merged(tmp_path: Path) -> None:
     found = []
     for world in (1, 2):

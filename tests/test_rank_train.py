@@ -81,7 +81,7 @@ def test_ranks_train_on_the_batches_of_one(
     assert planned["measured"] == pytest.approx(planned["planned"], rel=0.1)
 
 
-@pytest.mark.full
+@pytest.mark.integration
 def test_stages_train_alike(text: str, nvme: str, tmp_path: Path) -> None:
     logs = [tmp_path / f"{n}.jsonl" for n in (2, 3)]
     for stage, log in zip((2, 3), logs, strict=True):
@@ -186,7 +186,7 @@ if os.environ["RANK"] == "1":
     assert [found.step for found in list_checkpoints(str(tmp_path / "out"), damaged=False)] == [4]
 
 
-@pytest.mark.full
+@pytest.mark.integration
 def test_torchrun_that_is_told_to_end_has_its_ranks_save(text: str, nvme: str, tmp_path: Path) -> None:
     given = common(text, nvme, "--steps", "5000", "--output", str(tmp_path / "out"))
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity", "train", *given]
