@@ -139,7 +139,7 @@ def test_whole_runs_have_the_same_bits(form: str, dtype: str, small: None, tmp_p
 @pytest.mark.first
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 50))]
+    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 50))]
 )
 def test_random_delays_change_nothing(
     seed: int, form: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

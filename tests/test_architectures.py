@@ -24,9 +24,10 @@ from infinity.core.errors import BudgetError, DataError, ParameterChangedError, 
 
 from .architectures import ARCHITECTURES
 from .offloaded import config_for
+from .quick import quick
 
 pytestmark = [
-    pytest.mark.architectures,
+    pytest.mark.integration,
     pytest.mark.filterwarnings("ignore:.*something outside of the engine refers:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*uses more units at once:RuntimeWarning"),
 ]
@@ -124,7 +125,11 @@ def _means() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+#: What `make test-all` runs; the others are for the night.
+SOME = list(ARCHITECTURES)[::4]
+
+
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, SOME))
 def test_architecture(name: str, tmp_path: Path) -> None:
     losses, wanted = by_torch(name)
     found_losses, found = by_engine(name, tmp_path)
@@ -177,11 +182,12 @@ def test_what_an_architecture_cannot_do_says_what_to_write(
 OF_TRANSFORMERS = [n for n, a in ARCHITECTURES.items() if a.build.__qualname__.startswith("hf.")]
 #: RWKV changes its weights at its first forward; XLNet cannot be used in bf16.
 NOT_USED = {("RWKV", "fp32"), ("RWKV", "bf16"), ("XLNet", "bf16")}
+USED = [(n, d) for n in OF_TRANSFORMERS for d in ("fp32", "bf16") if (n, d) not in NOT_USED]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(n, d) for n in OF_TRANSFORMERS for d in ("fp32", "bf16") if (n, d) not in NOT_USED],
+    quick(USED, [(n, d) for n, d in USED if n in SOME]),
 )
 def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) -> None:
     """The bits of transformers' own, with parameters that are read where they are."""

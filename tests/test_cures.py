@@ -24,9 +24,9 @@ from infinity.core.errors import BudgetError, ConfigError, DirectoryError
 from infinity.core.sizes import MiB, parse_size
 from infinity.storage.memory import HostMapping
 
+from .command_line import mounted, need_root
 from .offloaded import wrap_adamw
 from .quick import covering
-from .test_arena import mounted, need_root
 
 EXAMPLE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
 TEXT = "def f(x):\n    return x + 1\n\n" * 2000

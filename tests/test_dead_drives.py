@@ -161,7 +161,7 @@ main()
 """
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.usefixtures("own_environment")
 def test_a_run_ends_amid_a_save(faultfs: Path, tmp_path: Path, text: str) -> None:
     with (

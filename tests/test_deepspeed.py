@@ -528,7 +528,7 @@ def test_auto_is_what_trainer_fills_in() -> None:
     assert "gradient_clipping: write" in refused(BF16, clips)  # DeepSpeed clips at 1, Trainer at 0.5
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_arguments_may_be_those_of_transformers(tmp_path: Path) -> None:
     need("accelerate")  # without which transformers has no TrainingArguments
     transformers = need("transformers")

@@ -435,7 +435,7 @@ def test_modules_inside_list_too_and_frozen_parameters_are_no_exception(tmp_path
     infinity.close(used)
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_adapters_leave_what_a_class_lists_in_fp32(tmp_path: Path) -> None:
     peft = need("peft")
     config = peft.LoraConfig(target_modules=["q_a_proj"], modules_to_save=["gate"])

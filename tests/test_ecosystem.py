@@ -30,7 +30,7 @@ from .command_line import python
 from .models import huggingface
 from .offloaded import config_for, wrap_adamw
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 STEPS = 10
 
@@ -308,7 +308,7 @@ def test_a_run_with_adapters_loads_no_frozen_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters", [pytest.param("device", marks=pytest.mark.slow), "nvme", {"device": 0.5, "host": 0.5}]
+    "parameters", [pytest.param("device", marks=pytest.mark.nightly), "nvme", {"device": 0.5, "host": 0.5}]
 )
 def test_checkpoints_of_libraries_have_every_tensor(parameters: Any, tmp_path: Path) -> None:
     """They take tensors over one storage as tied: what they write is what they write of the plain model."""

@@ -19,7 +19,7 @@ from infinity.storage.checkpoints import find
 from .ranks import all_well, run_ranks
 from .test_ecosystem import llama, need, tokenizer, words
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IMPORTS = ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama", "peft")
 
@@ -47,7 +47,6 @@ def run(name: str, folder: Path, *options: str, ranks: int = 1) -> str:
         ranks, script, *given, *options, seconds=120, environment=environment, imports=IMPORTS
     )
     said = all_well(results)[0]
-    assert not list(folder.rglob("*.arena"))
     return said
 
 
@@ -149,7 +148,7 @@ runpy.run_path(sys.argv.pop(1))
 """
 
 
-@pytest.mark.architectures
+@pytest.mark.integration
 def test_diffusion_with_lora_and_an_average(tmp_path: Path) -> None:
     if not Path(sys.prefix, "architectures").is_dir():
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs diffusers: make test-all")

@@ -24,7 +24,7 @@ from .quick import quick
 from .test_ecosystem import adapted, llama, need, tokens
 from .test_export import assert_equal, tensors_in
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 KINDS = ["lora", "dora", "ia3", "saved", "embedding", "prompt"]
 

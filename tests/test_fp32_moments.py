@@ -48,7 +48,7 @@ def matching(patterns: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"], ["lion", "momentum", "sgd"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"]))
 def test_bits_are_those_of_whole_parameters_everywhere(name: str, form: str, tmp_path: Path) -> None:
     make, settings = OPTIMIZERS[name], {"optimizer_state_dtype": form, "optimizer_state_fp32": PATTERNS}
     model, fp32 = case("gpt").model, matching(PATTERNS)
@@ -147,7 +147,7 @@ def trained_on_gradients(built: int, make: Any, folder: Path, **settings: Any) -
     return found
 
 
-@pytest.mark.parametrize("seed", quick(range(40), range(4), range(12)))
+@pytest.mark.parametrize("seed", quick(range(40), range(4)))
 def test_each_parameter_has_the_bits_of_the_run_that_keeps_all_in_its_form(seed: int, tmp_path: Path) -> None:
     built, make, settings, patterns = given_case(seed)
     found = trained_on_gradients(built, make, tmp_path / "a", **settings, optimizer_state_fp32=patterns)

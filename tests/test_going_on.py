@@ -162,7 +162,7 @@ def test_a_save_that_lacks_descriptors_ends_nothing(
     assert find(root).step == 6
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_a_limit_on_the_size_of_files_is_named(text: str, nvme: str, tmp_path: Path) -> None:
     """Where the model is built, and where it is saved."""
     limit = (200_000, 200_000)

@@ -248,7 +248,7 @@ print(json.dumps(peak.nbytes))
 """
 
 
-@pytest.mark.full
+@pytest.mark.integration
 @pytest.mark.processes
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     done = python("-c", LARGE, str(tmp_path), "24576")  # 96 MiB each of masters and moments
@@ -423,7 +423,7 @@ ODD = (
         ("stage1-fp32", 0),
         ("stage3-fp32", 0),
         *(
-            pytest.param(name, 1, marks=pytest.mark.full)
+            pytest.param(name, 1, marks=pytest.mark.integration)
             for name in ("universal-stage3", "stage2-bf16", "bf16-optimizer", "client")
         ),
     ],
@@ -459,7 +459,7 @@ def _damages(path: Path) -> Iterator[bytes]:
         yield content[:length]
 
 
-@pytest.mark.parametrize("name", ["stage1-fp32", pytest.param("stage3-fp32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["stage1-fp32", pytest.param("stage3-fp32", marks=pytest.mark.integration)])
 def test_damage_is_found(name: str, copied: Any, tmp_path: Path) -> None:
     """Whatever byte is another one: an error that says so, and no checkpoint; or nothing has changed."""
     saved, tag = copied(name)

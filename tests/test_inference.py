@@ -655,7 +655,7 @@ def test_what_it_takes(directory: Any, tmp_path: Path) -> None:
         infinity.inference(with_buffers, config_of(tmp_path), weights=directory("llama"))
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_model_that_accelerate_builds_without_values(
     kind: str, directory: Any, tmp_path: Path, standing: Callable[..., Any]

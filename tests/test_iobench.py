@@ -156,6 +156,38 @@ def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert CliRunner().invoke(bench_command, arguments, catch_exceptions=False).stderr == ""
 
 
+# ---- plots ----
+
+
+def test_plots_are_drawn_and_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "d").mkdir()
+    machine = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
+    plan = ["plan", "--preset", "llama-3.1-8b", "--machine", machine, "--dtype", "bf16"]
+    bench = ["bench", "io", str(tmp_path / "d"), *SMALL, "--quick", "--no-adam", "--need", "1.5"]
+    for command, name in ((bench, "a.png"), (bench, "b.pdf"), (plan, "a.png"), (plan, "b.pdf")):
+        file = tmp_path / name
+        assert run_cli([*command, "--plot", str(file)]) in (0, 1)  # 1: the run does not fit
+        assert b"atplotlib" in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("plot.txt", "plot.txt"), ("missing/plot.png", "missing"), ("old.png", "a file that is no plot")],
+)
+def test_a_plot_that_cannot_be_written_is_refused_first(
+    name: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old.png").write_text("of the user")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # as if matplotlib were here
+    error = refused("io", str(tmp_path), "--plot", str(tmp_path / name))
+    assert found in str(error.found)
+    assert (tmp_path / "old.png").read_text() == "of the user"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = refused("io", str(tmp_path), "--plot", str(tmp_path / "plot.png"))
+    assert "infinity-offload[plot]" in str(error.cure)
+
+
 @pytest.mark.serial  # in a directory that others know too
 def test_memory_is_not_taken_for_a_drive() -> None:
     found = bench("io", "/dev/shm", *SMALL, "--quick", "--pattern", "read")

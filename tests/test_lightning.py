@@ -28,7 +28,7 @@ from .command_line import mounted
 from .ranks import all_well, run_ranks
 from .test_ecosystem import need
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 IMPORTS = ("lightning.pytorch", "tests.test_lightning")
 
@@ -180,7 +180,6 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (found,) = second.trainer.validate(second.module, data(shuffle=False), ckpt_path="best")
     assert found["val"] == pytest.approx(whole.kept.best_model_score.item(), rel=1e-6)
     second.closed()
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 def test_validation_alone_loads_a_checkpoint(tmp_path: Path) -> None:
@@ -412,13 +411,12 @@ def ranks() -> None:
     run.closed()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_two_ranks(stage: int, tmp_path: Path) -> None:
     script, torchrun = "from tests.test_lightning import ranks; ranks()", {"TORCHELASTIC_RUN_ID": "none"}
     for count, what in ((2, "train"), (2, "resume"), (1, "resume")):
         given = (str(tmp_path), str(stage), what)
         all_well(run_ranks(count, script, *given, seconds=90, environment=torchrun, imports=IMPORTS))
-    assert not list(tmp_path.rglob("*.arena"))
     assert not list(tmp_path.rglob("*.saving"))
 
 

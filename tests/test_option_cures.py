@@ -127,7 +127,8 @@ def test_a_tilde_is_the_users_directory(
     trace(optimizer, "~/trace.json")
     infinity.close(optimizer)
     assert sorted(p.name for p in (tmp_path / "home").iterdir()) == ["model", "saved", "trace.json", "x y"]
-    assert run(["clean", "~/x y"]) == 0
+    run(["doctor", "--json", "~/x y"])
+    assert f"{there}: free" in capsys.readouterr().out
     assert not (tmp_path / "~").exists()
 
 

@@ -50,7 +50,7 @@ def test_a_reader_that_ends_costs_nothing_that_was_trained(text: str, nvme: str,
     assert "Traceback" not in err
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_both_outputs_may_end(text: str, nvme: str, tmp_path: Path) -> None:
     command, log, root = trained(text, nvme, tmp_path)
     with started(*command, stderr=subprocess.STDOUT) as child:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .command_line import killed, python, words
+from .command_line import old_arena, python, words
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -24,15 +24,13 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 def test_no_terminal_is_too_plain(env: dict[str, str], text: str, tmp_path: Path) -> None:
     drive = tmp_path / "größe-大"
     drive.mkdir()
-    killed(str(drive))
-    trace = "DRIVE/t.json"
+    old_arena(str(drive))
     commands = [
         ["doctor", "DRIVE"],
-        ["clean", "DRIVE"],
+        ["doctor", "--clean", "DRIVE"],
         ["tune", "DRIVE", "--seconds", "1"],
         ["plan", *words(text, "DRIVE")],
-        ["train", *words(text, "DRIVE", "--steps", "2", "--sample-tokens", "3", "--trace", trace)],
-        ["trace", trace],
+        ["train", *words(text, "DRIVE", "--steps", "2", "--sample-tokens", "3")],
         ["train", *words("DRIVE/nothing", "DRIVE")],
     ]
     code = (
@@ -49,7 +47,7 @@ def test_no_terminal_is_too_plain(env: dict[str, str], text: str, tmp_path: Path
     assert done.returncode == 0, err
     for name in ("Traceback", "UnicodeEncodeError", "Logging error"):
         assert name not in err + shown
-    assert [int(line[2:-2]) for line in shown.splitlines() if line.startswith("< ")] == [0] * 6 + [2]
+    assert [int(line[2:-2]) for line in shown.splitlines() if line.startswith("< ")] == [0] * 5 + [2]
     assert "MiB x " in shown
     assert "×".encode() not in done.stdout
     done = python("-m", "infinity", "doctor", str(drive), env=env, text=False)

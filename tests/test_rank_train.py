@@ -79,10 +79,9 @@ def test_ranks_train_on_the_batches_of_one(
     assert state[0] == pytest.approx(state[1], rel=0.2)  # of both, with their padding
     [planned] = [r for r in found["planned_and_measured"] if r["what"] == "nvme"]
     assert planned["measured"] == pytest.approx(planned["planned"], rel=0.1)
-    assert not list(Path(nvme).rglob("*.arena"))
 
 
-@pytest.mark.full
+@pytest.mark.integration
 def test_stages_train_alike(text: str, nvme: str, tmp_path: Path) -> None:
     logs = [tmp_path / f"{n}.jsonl" for n in (2, 3)]
     for stage, log in zip((2, 3), logs, strict=True):
@@ -111,7 +110,6 @@ def test_what_one_rank_cannot_do_ends_all(before: str, text: str, nvme: str) -> 
     assert (out, said) == ("", "")
     assert error.startswith("error: rank 1: the directory")
     assert f"mkdir -p {nvme}/1" in error
-    assert not list(Path(nvme).rglob("*.arena"))
 
 
 def tensors(path: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -188,7 +186,7 @@ if os.environ["RANK"] == "1":
     assert [found.step for found in list_checkpoints(str(tmp_path / "out"), damaged=False)] == [4]
 
 
-@pytest.mark.full
+@pytest.mark.integration
 def test_torchrun_that_is_told_to_end_has_its_ranks_save(text: str, nvme: str, tmp_path: Path) -> None:
     given = common(text, nvme, "--steps", "5000", "--output", str(tmp_path / "out"))
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity", "train", *given]
@@ -199,7 +197,6 @@ def test_torchrun_that_is_told_to_end_has_its_ranks_save(text: str, nvme: str, t
     assert "SIGTERM: ended after" in out, err
     steps = find(str(tmp_path / "out")).step
     assert f"What was trained is in {tmp_path}/out/step-{steps}" in out
-    assert not list(Path(nvme).rglob("*.arena"))
 
 
 @pytest.mark.parametrize("name", ["train.seed", "text"])
@@ -213,37 +210,6 @@ def test_ranks_that_were_started_differently_do_not_train(
     assert [code for code, *_ in results] == [2, 2]
     said = "".join(err for *_, err in results)
     assert said.count(f"ranks were started with a different {name}") == 1
-
-
-@pytest.mark.later
-def test_nodes_that_share_no_directory_keep_what_they_train(text: str, nvme: str, tmp_path: Path) -> None:
-    """A run that a rank ends on the way goes on from what each node has, and ends as if undisturbed."""
-    shared = common(
-        text, nvme, "--output", str(tmp_path / "shared"), "--json-log", str(tmp_path / "shared.log")
-    )
-    all_well(ranks_of(2, *shared))
-    log = tmp_path / "apart.log"
-    apart = common(text, nvme, "--output", "/proc/self/cwd/out", "--save-every", "1", "--json-log", str(log))
-    own = f"import os\nos.chdir({str(tmp_path)!r} + '/node' + os.environ['RANK'])\n"
-    for k in range(2):
-        (tmp_path / f"node{k}").mkdir()
-    (code, _, first), (other, _, second) = ranks_of(
-        2, *apart, before=own + AFTER_TWO.format(act="raise MemoryError")
-    )
-    assert (code, other) == (2, 1), (first, second)
-    assert first.count("is not one directory for all ranks, but 2") == 1
-    assert "is /proc/self/cwd/out/step-2, after 2 steps" in second
-    said = all_well(ranks_of(2, *apart, "--resume", before=own))
-    assert "goes on from /proc/self/cwd/out/step-2, after 2 steps" in said[0]
-    assert [s["loss"] for s in steps_of(log)] == [s["loss"] for s in steps_of(tmp_path / "shared.log")]
-    for k in range(2):
-        kept = tmp_path / f"node{k}" / "out"
-        assert sorted(p.name for p in kept.iterdir()) == ["step-3", "step-4"]
-        shutil.copytree(kept / "step-4", tmp_path / "step-4", dirs_exist_ok=True)
-    for name, source in (("ours", tmp_path), ("theirs", tmp_path / "shared")):
-        assert run(["export", str(source / "step-4"), str(tmp_path / name)]) == 0
-    for file in (tmp_path / "theirs").iterdir():
-        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize("wrong", ["--layers", "--lr"])

@@ -179,11 +179,7 @@ STAGES = pytest.mark.parametrize("stage", quick(range(4), [3]))
 
 @pytest.mark.parametrize(
     "name",
-    quick(
-        CASES,
-        ["gpt", "gpt, tied, recomputed", "gpt, bf16 moments"],
-        [n for n in CASES if n not in ("gpt, tied, recomputed", "gpt", "gpt, bf16 moments")],
-    ),
+    quick(CASES, ["gpt", "gpt, tied, recomputed", "gpt, bf16 moments"]),
 )
 def test_ranks_train_as_plain_torch_does(name: str, tmp_path: Path) -> None:
     world, model, place, dtype, more = CASES[name]
@@ -298,7 +294,7 @@ QUICK = [("skips a layer", 3), ("raises in its forward", 3)]
 FULL = [w for w in WAYS if w not in QUICK and w[1] in (3, [*DIVERGES].index(w[0]) % 3)]
 
 
-@pytest.mark.parametrize(("how", "stage"), quick(WAYS, QUICK, FULL))
+@pytest.mark.parametrize(("how", "stage"), quick(WAYS, QUICK))
 def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: Path) -> None:
     same, other = (text.replace("\n", "\n    ") for text in (SAME.get(how, "step()"), DIVERGES[how]))
     script = f"{HEAD}{LOOP}if rank == 0:\n    {same}\nelse:\n    {other}\nstep()\nstep()\n"
@@ -308,10 +304,9 @@ def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: P
     assert "RankError" in said or "DivergenceError" in said, said
     if how not in ("ends", "is killed", "is interrupted"):
         assert last == 1, other_said
-    assert list(tmp_path.rglob("*.arena")) == [] or how == "is killed"
 
 
-@pytest.mark.parametrize("stage", quick([0, 1, 2], [], [1]))
+@pytest.mark.parametrize("stage", quick([0, 1, 2], [1]))
 def test_what_ranks_may_do_below_stage_3(stage: int, tmp_path: Path) -> None:
     script = HEAD + LOOP
     for how in ALLOWED[stage]:
@@ -322,7 +317,7 @@ def test_what_ranks_may_do_below_stage_3(stage: int, tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.full
+@pytest.mark.integration
 def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
     script = HEAD + LOOP + "model.order = [0, 1] if rank else [0, 1, 2]\nstep()\n"
     for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, 1) | {"accumulation": 1})):
@@ -530,7 +525,6 @@ def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any],
     for code, _, err in run_ranks(2, HEAD + LOOP, json.dumps(given)):
         assert code == 1
         assert "ConfigError" in err or "BudgetError" in err
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 @pytest.mark.first

@@ -23,7 +23,7 @@ def test_the_loop_is_the_one_that_is_type_checked() -> None:
     assert "tests/readme_loop.py" in config
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_the_source_distribution_has_tests_and_documents_that_work(tmp_path: Path) -> None:
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     tree = tmp_path / "tree"

@@ -230,7 +230,7 @@ def test_a_save_waits_for_the_step_that_gradients_are_for(tmp_path: Path) -> Non
     out, err = made(*program(tmp_path / "run", 12, every=2, act=act, save_every=3), code=75)
     assert out.endswith("made 8\nends 8\n")
     assert err == "SIGTERM: ended after 8 of 12 steps\n"
-    assert [found.step for found in list_checkpoints(str(tmp_path / "run"))] == [3, 4], "bodies 6 and 8"
+    assert [found.step for found in list_checkpoints(str(tmp_path / "run"))] == [2, 3, 4], "bodies 4, 6 and 8"
     act = "if step == 9: raise KeyError('mine')"
     _, err = made(*program(tmp_path / "run", 12, every=2, act=act), code=1)
     assert f"1 of the 9 steps are lost. The newest whole checkpoint is {tmp_path}/run/step-4, " in err
@@ -701,7 +701,7 @@ def test_a_run_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: P
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.usefixtures("own_environment")
 def test_a_command_on_ranks_says_once_that_another_run_has_its_directory(
     text: str, nvme: str, tmp_path: Path
@@ -720,7 +720,7 @@ def test_a_command_on_ranks_says_once_that_another_run_has_its_directory(
 # -- infinity train ---------------------------------------------------------------------------
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.usefixtures("own_environment")
 def test_the_command_is_such_a_run(text: str, nvme: str, tmp_path: Path) -> None:
     """It saves by the clock and after SIGUSR1, and its log has times and an id, which it keeps."""
@@ -758,7 +758,7 @@ def usual_signals() -> None:
 # -- docs/runs.md -----------------------------------------------------------------------------
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_the_script_of_the_documents(tmp_path: Path) -> None:
     """As it stands; a SIGTERM between has it end and go on."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")

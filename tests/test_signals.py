@@ -93,7 +93,7 @@ def test_an_interrupt_says_how_the_run_goes_on(text: str, nvme: str, tmp_path: P
     assert "interrupted after" in out
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_a_signal_at_any_moment_leaves_nothing(text: str, nvme: str) -> None:
     command = words(text, nvme, "--steps", "100000", "--no-save")
     for seconds in (0.3, 1.5, 3.0, 5.0):
@@ -217,7 +217,7 @@ def test_a_run_that_nobody_tells_of_its_lost_terminal(text: str, nvme: str) -> N
     assert find(os.fspath(root)).step == 60
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_a_hang_up_that_ends_the_reader_first(text: str, nvme: str) -> None:
     """Of `infinity train | tee log`, say."""
     with started("-m", "infinity", "train", *words(text, nvme, "--steps", "100000")) as child:
@@ -228,7 +228,7 @@ def test_a_hang_up_that_ends_the_reader_first(text: str, nvme: str) -> None:
         assert child.wait(60) == 75
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_sigusr1_ends_nothing_from_the_first_to_the_last(text: str, nvme: str) -> None:
     """It asks for a checkpoint, and comes when somebody's clock says so."""
     with started("-m", "infinity", "train", *words(text, nvme, "--steps", "2"), "--no-save") as child:

@@ -131,14 +131,14 @@ def killed_and_resumed(
     assert first["sample"] == last["sample"]
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_a_run_that_is_killed_and_resumed(
     text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed_and_resumed(text, nvme, tmp_path, capsys, kills=2, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_killed_ten_times(
     text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,7 +249,7 @@ def test_the_last_save_waits_for_that_of_another_process(
     assert capsys.readouterr().out.count("waits for it") == 1
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(second: int, text: str, nvme: str, tmp_path: Path) -> None:
     """Also amid the save that the first one asked for: what was saved before stays."""
@@ -512,7 +512,7 @@ def test_a_run_that_goes_on_on_a_full_drive(text: str, nvme: str, tmp_path: Path
         assert train(late)["checkpoint"] == f"{root}/step-2"
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.root
 def test_a_full_drive_when_sigterm_comes(
     text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -533,7 +533,7 @@ def test_a_full_drive_when_sigterm_comes(
     assert "NOT SAVED" in out
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.root
 def test_a_checkpoint_on_the_way_that_fails_ends_nothing(text: str, nvme: str, tmp_path: Path) -> None:
     """Somebody fills the drive meanwhile; it has room again at the end."""

@@ -17,7 +17,7 @@ from infinity.core.signals import ignore
 
 from .test_ecosystem import STEPS, Seen, arguments, examples, llama, need, tokens, watch
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

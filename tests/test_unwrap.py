@@ -165,7 +165,7 @@ print("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unwrap_where_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
     result = run_limited(_TOO_LARGE, str(tmp_path), limit=440 * MiB, timeout=120)
     assert result.rc == 0, result.stderr

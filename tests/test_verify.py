@@ -128,7 +128,7 @@ def test_a_wrong_bit_is_named(
     assert "suspect memory" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_is_the_same_here(tmp_path: Path) -> None:
     code, said = run("--nvme", str(tmp_path), "--json")
     assert code == 0, [row["problem"] for row in json.loads(said)["cases"]]

@@ -190,7 +190,7 @@ AVERAGES: dict[str, Any] = {"swa": torchs("swa"), "ema": torchs("ema"), "diffuse
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(k, marks=pytest.mark.architectures if k in ("diffusers", "timm") else ())
+        pytest.param(k, marks=pytest.mark.integration if k in ("diffusers", "timm") else ())
         for k in AVERAGES
     ],
 )

@@ -204,7 +204,6 @@ class Engine:
                 recorder=self.recorder,
                 node=node,
                 files=files,
-                rank=comm.rank,
             )
             try:
                 store = make_store()

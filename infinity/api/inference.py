@@ -21,7 +21,7 @@ from infinity.storage.weights import FileTensor, Weights
 
 from . import hugging_face
 from .adapters import check_not_adapters
-from .checkpoint import Progress, check_whole, open_saved, path_of, reading_ring
+from .checkpoint import Progress, check_whole, naming_another, open_saved, path_of, reading_ring
 from .engine import Engine
 
 _TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|model|jinja)")
@@ -237,6 +237,7 @@ def _of_hugging_face(directory: str, model: nn.Module, stack: contextlib.ExitSta
 
 
 def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) -> Weights:
+    stack.enter_context(naming_another(found))
     ring = stack.enter_context(reading_ring())
     try:
         return _in_checkpoint(found, model, ring, stack)
@@ -268,7 +269,6 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
             entry = file.entries[name]
             if entry.shape != tuple(param.shape):
                 raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
-            file.places(name, 0, entry.nbytes)  # it is all here
         tensor, *others = (FileTensor(file, name, file.entries[name].numel) for name in there)
         if not all(hugging_face.same_values(tensor, other) for other in others):
             raise hugging_face.not_tied(found.path, names, there)

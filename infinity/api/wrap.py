@@ -121,7 +121,7 @@ def unwrap(model: Any) -> Any:
 
 
 def close(thing: object) -> None:
-    """Close the engine of a model or optimizer: finish its work, end its threads, remove its arena files.
+    """Close the engine of a model or optimizer: finish its work, end its threads, free its space on NVMe.
 
     A second call does nothing, and neither does a call after `unwrap`. Parameters that are not placed on the
     device lose their values: save `state_dict()` before, or call `unwrap` instead, which closes the engine
@@ -133,9 +133,8 @@ def close(thing: object) -> None:
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
-        StorageError: a transfer did not finish, or an arena file could not be removed; or the update of the
-            last step failed, and no call since has raised it. The error names the units that were not
-            updated.
+        StorageError: a transfer did not finish; or the update of the last step failed, and no call since has
+            raised it. The error names the units that were not updated.
     """
     try:
         engine = engine_of(thing)

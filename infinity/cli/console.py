@@ -1,4 +1,4 @@
-"""What commands show: what is being done, tables, warnings, plots; and the files that they write.
+"""What commands show: what is being done, tables and warnings; and the files that they write.
 
 An output is refused before anything is done if writing it would cost a file. An existing file is kept. With
 ``--overwrite`` it is replaced if it is what the same option of an earlier run wrote, and never if it is one
@@ -144,35 +144,6 @@ def sizes(ring: Any) -> str:
 def gigabytes(rate: float) -> str:
     """Return bytes per second as GB/s."""
     return f"{rate / 1e9:.2f}" if rate >= 1e8 else f"{rate / 1e9:.3f}"
-
-
-# ---- plots ----
-
-
-@contextlib.contextmanager
-def figure_in(path: str, width: float, height: float) -> Iterator[Any]:
-    """Lend a matplotlib figure of this size in inches; write it to `path`, whose ending says in which
-    format.
-
-    Raises:
-        ConfigError: matplotlib does not know the format.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    yield figure
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(
-            f"the plot {path!r} cannot be drawn",
-            expected="a name that ends in .png, .svg or .pdf",
-            found=str(error),
-            cure="--plot out.png",
-        ) from error
 
 
 # ---- files ----

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import resource
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,11 +25,10 @@ from rich.console import Console
 from rich.text import Text
 
 from infinity.api.this_machine import cure_of
-from infinity.core.errors import DataError, InfinityError
+from infinity.core.errors import ConfigError, DataError, InfinityError
 from infinity.core.optional import optional
-from infinity.core.sizes import GiB, MiB, format_size
+from infinity.core.sizes import ALIGNMENT, GiB, MiB, format_size
 from infinity.hardware import cores, probe
-from infinity.storage.leftovers import arenas
 from infinity.version import __version__
 
 from .console import finish, lines_of, sizes
@@ -46,6 +49,8 @@ _LEAST_LOCKED: Final = 64 * MiB
 _LEAST_FREE: Final = GiB
 _WORN: Final = 0.8  # of a drive's rated endurance
 _TORCH_CURE: Final = "pip install torch"
+#: Names of arenas of older versions, in the subdirectory `infinity` of a directory.
+_OLD_ARENA: Final = re.compile(r"rank\d+\.arena")
 _CAP_IPC_LOCK: Final = 14
 
 
@@ -329,7 +334,7 @@ def devices() -> Iterator[Finding]:
 # ---- a directory ----
 
 
-def directory(path: str) -> Iterator[Finding]:
+def directory(path: str, *, clean: bool = False) -> Iterator[Finding]:
     """One directory: its file system, its drive, its room, and what I/O the engine would use there."""
     try:
         facts = describe_directory(path)
@@ -343,7 +348,7 @@ def directory(path: str) -> Iterator[Finding]:
         text += "" if drive.numa_node is None else f", NUMA node {drive.numa_node}"
     yield note(path, text)
     yield from _medium(path, medium)
-    yield from _leftovers(path)
+    yield from _old_arenas(path, clean=clean)
     if not facts.writable:
         said = {errno.EROFS: "the file system is read-only", errno.ENOSPC: "the file system is full"}
         text = said.get(facts.refusal or 0, f"no file can be made: {os.strerror(facts.refusal or 0)}")
@@ -396,25 +401,67 @@ def _medium(path: str, medium: Medium) -> Iterator[Finding]:
             yield note(f"{path}: wear", text, worn if wear.used >= _WORN else None)
 
 
-def _leftovers(path: str) -> Iterator[Finding]:
-    """What killed runs have left, and what stands where an arena belongs."""
+def _old_arenas(path: str, *, clean: bool) -> Iterator[Finding]:
+    """Files that killed runs of older versions left: these had names. `clean`: remove them."""
+    folder = os.path.join(path, "infinity")
     try:
-        found = arenas(path)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        cure = "look at it as the user who ran there, or name another directory"
-        yield note(f"{path}: leftovers", f"its subdirectory cannot be looked at: {reason}", cure)
+        names = sorted(filter(_OLD_ARENA.fullmatch, os.listdir(folder)))
+    except (FileNotFoundError, NotADirectoryError):
         return
-    for each in found:
-        size = format_size(each.nbytes)
-        if each.state == "dead":
-            text = f"{each.path}, {size}: a killed run has left it; the next run there takes its space"
-            yield note(f"{path}: leftover", text, f"infinity clean {quote(path)}")
-        elif each.state == "foreign":
-            text = f"{each.path}, {size}: {each.why}; no run can begin there"
-            yield note(f"{path}: leftover", text, f"move {quote(each.path)} away")
-        else:
-            yield note(f"{path}: in use", f"{each.path}, {size}: of a run that is under way")
+    except OSError as error:
+        names, reason = [], os.strerror(error.errno or 0)
+        yield note(f"{path}: leftover", f"{folder} cannot be read: {reason}", cure_of(folder, error.errno))
+    for name in names:
+        file = os.path.join(folder, name)
+        try:
+            size = format_size(os.lstat(file).st_blocks * 512)
+            state = _old_arena(file, clean=clean)
+        except FileNotFoundError:  # its run has just ended
+            continue
+        except OSError as error:
+            text = f"{file} cannot be looked at or removed: {os.strerror(error.errno or 0)}"
+            yield note(f"{path}: leftover", text, cure_of(folder, error.errno))
+            continue
+        if state == "removed":
+            yield note(f"{path}: leftover", f"{file}, {size}: removed; a killed run had left it")
+            with contextlib.suppress(OSError):  # another file is in it
+                os.rmdir(folder)
+        elif state == "left":
+            text = f"{file}, {size}: a killed run of an older version has left it"
+            yield note(f"{path}: leftover", text, f"infinity doctor --clean {quote(path)}")
+        elif state == "live":
+            yield note(f"{path}: in use", f"{file}, {size}: a run of an older version has it")
+
+
+def _old_arena(file: str, *, clean: bool) -> str:
+    """Return "live" if a run has locked the file, "left" if nobody has, or "removed"; "" if it is no arena.
+    An arena is empty or has its mark on its last page, and has one name."""
+    with contextlib.ExitStack() as stack:
+        try:
+            flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDWR if clean else os.O_RDONLY)
+            fd = os.open(file, flags)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                return ""
+            raise
+        stack.callback(os.close, fd)
+        held = os.fstat(fd)
+        if not stat.S_ISREG(held.st_mode) or held.st_nlink != 1:
+            return ""
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_EX if clean else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "live"
+        held, there = os.fstat(fd), os.lstat(file)
+        if (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            return "live"  # its run has ended and removed it, and another one has begun
+        nbytes = held.st_size - ALIGNMENT
+        mark = (b"infinity arena 1\n%d\n" % nbytes).ljust(ALIGNMENT, b"\0")
+        if held.st_size and (nbytes <= 0 or os.pread(fd, ALIGNMENT, nbytes) != mark):
+            return ""
+        if clean:
+            os.unlink(file)
+    return "removed" if clean else "left"
 
 
 def _backends_of(path: str) -> Iterator[Finding]:
@@ -445,10 +492,11 @@ _Check = Callable[[], Iterator[Finding]]
 CHECKS: Final[tuple[_Check, ...]] = (versions, package, native, memory, processors, devices)
 
 
-def examine(directories: Sequence[str]) -> list[Finding]:
-    """Return all findings. A check that breaks is itself a finding, and the others go on."""
+def examine(directories: Sequence[str], *, clean: bool = False) -> list[Finding]:
+    """Return all findings. A check that breaks is itself a finding, and the others go on. `clean`: remove
+    what killed runs of older versions left."""
     checks: list[tuple[str, _Check]] = [(check.__name__, check) for check in CHECKS]
-    checks += [(path, functools.partial(directory, path)) for path in directories]
+    checks += [(path, functools.partial(directory, path, clean=clean)) for path in directories]
     findings: list[Finding] = []
     for name, check in checks:
         try:
@@ -466,13 +514,21 @@ def worst(findings: Sequence[Finding]) -> str:
 
 @click.command("doctor")
 @directories_argument(required=False)
+@click.option("--clean", is_flag=True, help="Remove what killed runs of older versions left in each DIR.")
 @json_option
-def doctor_command(directories: tuple[str, ...], as_json: bool) -> int:
+def doctor_command(directories: tuple[str, ...], clean: bool, as_json: bool) -> int:
     """Look over this machine and, if named, directories on NVMe drives; say what to change.
 
     Exit code 0: everything works, warnings or not; 1: something does not work.
     """
-    findings = examine(directories)
+    if clean and not directories:
+        raise ConfigError(
+            "`--clean` needs a directory",
+            expected="the directories in which runs of older versions were killed",
+            found="none",
+            cure="infinity doctor --clean DIR",
+        )
+    findings = examine(directories, clean=clean)
     status = worst(findings)
     result = {"status": status, "findings": [f._asdict() for f in findings]}
     return finish(result, lambda _: show(findings), as_json=as_json, failed=status == ERROR)

@@ -18,10 +18,9 @@ from typing import Any, Final
 from infinity.api.this_machine import machine_here
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
-from infinity.core.sizes import Tier, parse_size
+from infinity.core.sizes import parse_size
 from infinity.core.yaml_file import read_yaml
 from infinity.planning.machine import Drive, Machine
-from infinity.storage.arena import Arena
 
 from .options import FIGURE, is_figure
 
@@ -57,7 +56,7 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
 
     Raises:
         ConfigError: the device is not here.
-        DirectoryError: an NVMe directory cannot be used, or something stands where its arena belongs.
+        DirectoryError: an NVMe directory cannot be used.
     """
     wanted = config.device or ("cuda" if has_cuda() else "cpu")
     if wanted.startswith("cuda") and not has_cuda():
@@ -76,11 +75,7 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
         device = open_device(wanted)
         device_memory = device.memory_free()
         device.close()
-    machine = machine_here(config, device_memory, unnamed=unnamed)
-    on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
-    for directory in config.directories if on_nvme and not unnamed else ():
-        Arena.check_way(directory)
-    return machine
+    return machine_here(config, device_memory, unnamed=unnamed)
 
 
 def among(

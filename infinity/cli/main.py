@@ -37,7 +37,6 @@ VERBS: Final[dict[str, tuple[str, str]]] = {
     "import-deepspeed": ("infinity.cli.commands", "Turn a checkpoint of DeepSpeed into one of infinity."),
     "import-dcp": ("infinity.cli.commands", "Turn a checkpoint of FSDP2 into one of infinity."),
     "doctor": ("infinity.cli.doctor", "Look over this machine, and say what to change."),
-    "clean": ("infinity.cli.clean", "Remove what killed runs have left in a directory."),
 }
 
 #: What the system says of an output that takes no more.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -37,16 +38,23 @@ def give_back_freed_memory() -> None:
 
 
 def bytes_on_disk(directories: Sequence[str]) -> int:
-    """Return the bytes that the files below `directories` take on their drives."""
-    total = 0
-    for directory in directories:
-        for folder, _, files in os.walk(directory):
+    """Return the bytes that files below `directories` take on their drives, and files of this process there
+    that have no name."""
+    roots = [os.path.realpath(directory) for directory in directories]
+    found: dict[tuple[int, int], int] = {}
+    for root in roots:
+        for folder, _, files in os.walk(root):
             for name in files:
-                try:
-                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except FileNotFoundError:
-                    continue  # removed while we looked
-    return total
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    each = os.lstat(os.path.join(folder, name))
+                    found[each.st_dev, each.st_ino] = each.st_blocks * 512
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            each = link.stat()
+            path = os.readlink(link)
+            if stat.S_ISREG(each.st_mode) and any(path.startswith(os.path.join(root, "")) for root in roots):
+                found[each.st_dev, each.st_ino] = each.st_blocks * 512
+    return sum(found.values())
 
 
 def scratch(directory: str) -> tempfile.TemporaryDirectory[str]:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from infinity.core.errors import BuildError
-from infinity.hardware.probe import BlockDevice, Mount, drive_of, mount_of, nameless_file, text_of, unescape
+from infinity.hardware.probe import (
+    BlockDevice,
+    Mount,
+    drive_of,
+    make_direct,
+    mount_of,
+    nameless_file,
+    text_of,
+    unescape,
+)
 
 MEMORY, NETWORK, DRIVE, UNKNOWN = "memory", "network", "drive", "unknown"
 _SYS: Final = Path("/sys/class/block")
@@ -72,11 +81,12 @@ def describe_directory(path: str) -> DirectoryFacts:
     alignment: int | None = None
     refusal: int | None = None
     try:
-        fd, direct = nameless_file(path)
+        fd = nameless_file(path)
     except OSError as error:
         refusal = error.errno
     else:
         try:
+            direct = make_direct(fd)
             alignment = _alignment(fd)
         finally:
             os.close(fd)

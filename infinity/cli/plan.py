@@ -22,6 +22,7 @@ from .console import finish, table_of
 from .machine import load_machine
 from .options import FIGURE, is_figure, json_option
 from .output import read_run
+from .plot import draw_plan, plot_option
 from .settings import PRESET_DTYPE, RunCommand, run_options
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
 @_figure_option("--dram", help="GB/s of host memory.")
 @_figure_option("--tflops", help="TFLOP/s that the device reaches.")
 @_figure_option("--network", help="GB/s that a rank can send to others.")
+@plot_option
 @json_option
 def plan_command(
     config_file: str | None,
@@ -182,6 +184,7 @@ def plan_command(
     ranks_per_node: int | None,
     fit: bool,
     endurance_tbw: float | None,
+    plot: str | None,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -234,6 +237,8 @@ def plan_command(
         result["command"] = started + command(case.run)
         if theirs is not None:
             theirs.notes.append(_COMMAND)
+    if plot is not None:
+        draw_plan(plot, result, case.machine)
     return finish(result, functools.partial(show, case), as_json=as_json, failed=not plan.fits)
 
 

@@ -37,7 +37,6 @@ from infinity.core.sizes import Tier, format_size
 from infinity.optim.lion import Lion
 from infinity.optim.muon import Muon
 from infinity.optim.optimizer import OffloadOptimizer
-from infinity.storage.leftovers import reclaim
 
 from .case import Case
 from .console import check_outputs, finite, is_log, table_of
@@ -90,7 +89,6 @@ def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) 
     config, workload = case.config, case.workload
     workload.load_code()  # or the run ends here; and what an import takes is not memory of the run
     _check_files(run)
-    reclaim(config.directories)  # before anything needs the space, and before bytes on disk are counted
     scratch = config.directories[0] if config.directories and not case.unnamed else None
     stream = open_stream(run.data.path, workload.tokenizer, directory=scratch)
     if stream.vocab > workload.vocab:
@@ -139,8 +137,6 @@ def train(run: RunSettings, *, to_stderr: bool = False, job: Job | None = None) 
             if train.resume:
                 training.resume()
             on_disk = bytes_on_disk(config.directories) - before
-            if "{" not in str(run.engine.get("nvme")):  # else each rank has its own
-                on_disk //= job.at.local_world
             traced = os.path.expanduser(train.trace) if train.trace and job.first else None
             try:
                 with trace(optimizer, traced) if traced else contextlib.nullcontext():

@@ -6,7 +6,6 @@ report is None.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -166,8 +165,8 @@ class BlockDevice(NamedTuple):
     numa_node: int | None
 
 
-def nameless_file(directory: str) -> tuple[int, bool]:
-    """Return a descriptor of a new file in `directory` that no path names, and whether it is O_DIRECT.
+def nameless_file(directory: str) -> int:
+    """Return a descriptor of a new, empty file in `directory` that no path names.
 
     It is gone when it is closed, however the process ends. Without O_TMPFILE it has a name for the moment in
     which it is opened.
@@ -177,23 +176,35 @@ def nameless_file(directory: str) -> tuple[int, bool]:
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        fd = os.open(directory, flags | os.O_TMPFILE, 0o600)
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
             raise
-        # In no directory of its own: where what is open is renamed as it goes (NFS, FUSE), that would stay.
-        name = os.path.join(directory, f".infinity-{secrets.token_hex(8)}")
-        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    name = os.path.join(directory, f".infinity-{secrets.token_hex(8)}")
+    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        os.unlink(name)
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def make_direct(fd: int) -> bool:
+    """Give an open file O_DIRECT; return whether its file system takes that.
+
+    Raises:
+        OSError: the system reported another error.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return fd, False
-        os.close(fd)
-        raise
-    return fd, True
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
 
 
 def mount_of(path: str) -> Mount | None:

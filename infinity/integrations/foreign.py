@@ -372,8 +372,7 @@ class _Writing:
                 finite=self._finite,
             )
             names = {stem: os.path.basename(target.file(stem)) for stem in crcs}
-            target.prepare(target.index(names, target.counter, index))
-            target.commit()
+            target.commit(index, names)
             target.clear()
             return target.path
 

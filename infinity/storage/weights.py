@@ -69,10 +69,9 @@ class Weights:
         tensor = self._tensors[name]
         if tensor.dtype is not dtype:
             return None
-        places = tensor.file.places(tensor.name, first * dtype.itemsize, numel * dtype.itemsize)
-        if any(place.at % dtype.itemsize for place in places):
-            return None
-        return [(place.file, place.at, place.end - place.begin) for place in places]
+        file, begin = tensor.file.where(tensor.name)
+        begin += first * dtype.itemsize
+        return None if begin % dtype.itemsize else [(file, begin, numel * dtype.itemsize)]
 
     def leave(self, name: str, numel: int) -> None:
         """Note that so many elements of a parameter are not to be read from here, but where they are."""

@@ -39,6 +39,7 @@ from infinity.cli.console import (
 )
 from infinity.cli.medium import MEMORY, describe_directory, medium_of
 from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
+from infinity.cli.plot import draw_io, plot_option
 from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
@@ -406,8 +407,12 @@ def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Passes of one case.")
 @click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
 @click.option("--adam/--no-adam", default=True, help="Also the mixed case with CPU Adam running beside.")
+@plot_option
+@click.option("--need", type=click.FloatRange(0), help="GB/s that a run needs, as a line in the plot.")
 @json_option
-def io_command(quick: bool, size: str | None, as_json: bool, **given: Any) -> None:
+def io_command(
+    quick: bool, size: str | None, plot: str | None, need: float | None, as_json: bool, **given: Any
+) -> None:
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 
     Takes about a minute where fio is installed, half of that without it. Never fills a disk. Every
@@ -420,6 +425,8 @@ def io_command(quick: bool, size: str | None, as_json: bool, **given: Any) -> No
     request = Request(**{**(_QUICK if quick else {}), **told})
     with progress() as tell:
         result = measure(request, tell)
+    if plot is not None:
+        draw_io(plot, result, need)
     finish(result, show, as_json=as_json)
 
 

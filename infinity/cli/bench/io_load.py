@@ -32,7 +32,7 @@ from infinity.api.this_machine import check_directory, refused
 from infinity.core.errors import BudgetError, CorruptionError, DeadlineError, DirectoryError
 from infinity.core.sizes import GiB, MiB, ceil_to, format_size
 from infinity.hardware.aio import DirectFile, Ring, Ticket, crc32c
-from infinity.hardware.probe import available_host_memory, nameless_file
+from infinity.hardware.probe import available_host_memory, make_direct, nameless_file
 from infinity.storage.memory import HostMapping
 
 TRANSFER: Final = 8 * MiB  #: one ticket of a sequential pass: about a section of a chunk
@@ -152,14 +152,15 @@ class Load(contextlib.AbstractContextManager["Load"]):
         self._known = np.zeros(nbytes // grain, dtype=np.bool_)
         self.verified = 0  #: bytes that were compared so far
         self._cursor = self._swap = 0
-        fd, direct = nameless_file(directory)
+        fd = nameless_file(directory)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
             try:
                 os.posix_fallocate(fd, 0, nbytes)
+                direct = make_direct(fd)
             except OSError as error:
                 raise refused(directory, error) from error
-            self.file = DirectFile(os.path.join(directory, "(bench)"), fd, direct=direct, owned=True)
+            self.file = DirectFile(directory, fd, direct=direct, owned=True)
             undo.pop_all()
 
     @property
