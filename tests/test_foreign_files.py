@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.main import run
-from infinity.cli.workload import Workload
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import MiB
 from infinity.storage.arena import Arena
 from infinity.storage.leftovers import MARK_NBYTES, mark
 
 from .command_line import findings, words
+from .planned import planned
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -58,28 +58,27 @@ def test_a_file_that_is_not_ours_is_refused_as_it_is(kind: str, tmp_path: Path) 
 
 
 def test_a_run_refuses_what_is_not_ours_and_the_cure_works(
-    text: str, nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path(nvme, "infinity", "rank0.arena")
     path.parent.mkdir(0o700)
     path.write_bytes(b"weights" * 100_000)
     assert "no run can begin" in findings(capsys, nvme)[f"{nvme}: leftover"]["found"]
-    assert run(["train", *words(text, nvme, "--steps", "1")]) == 2
+    assert run(["plan", *words(nvme)]) == 2
     shown = capsys.readouterr().err
     assert f"to change: move {path} away" in shown
     assert path.read_bytes() == b"weights" * 100_000
     path.rename(tmp_path / "away")
-    assert run(["train", *words(text, nvme, "--steps", "1")]) == 0
+    with planned(*words(nvme)) as made:
+        made.step()
 
 
 @pytest.mark.parametrize("kind", ["hard link", "folder is a file", "folder is a link"])
 def test_what_is_in_the_way_is_found_before_anything_is_built(
     kind: str,
-    text: str,
     nvme: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = Path(nvme, "infinity")
     path = folder if kind.startswith("folder") else folder / "rank0.arena"
@@ -91,19 +90,13 @@ def test_what_is_in_the_way_is_found_before_anything_is_built(
         path.write_bytes(b"")
     else:
         path.symlink_to(tmp_path)
-    command = words(text, nvme, "--steps", "1")
-
-    def build(*_: object) -> None:
-        raise AssertionError("the model was built")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Workload, "build", build)
-        for verb in ("plan", "train"):
-            assert run([verb, *command]) == 2
-            assert f"to change: move {path} away" in capsys.readouterr().err
-        elsewhere = ["--parameters", "host", "--optimizer-state", "host", "--gradients", "host"]
-        assert run(["plan", *command, *elsewhere, "--host-memory", "1GiB"]) == 0  # it has no arena
+    command = words(nvme)
+    assert run(["plan", *command]) == 2
+    assert f"to change: move {path} away" in capsys.readouterr().err
+    elsewhere = ["--parameters", "host", "--optimizer-state", "host", "--gradients", "host"]
+    assert run(["plan", *command, *elsewhere, "--host-memory", "1GiB"]) == 0  # it has no arena
     path.rename(tmp_path / "away")
     assert run(["plan", *command]) == 0
     assert not folder.exists() or os.listdir(folder) == []  # a plan makes nothing
-    assert run(["train", *command]) == 0
+    with planned(*command) as made:
+        made.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,44 +12,13 @@ import torch
 import infinity
 from infinity.cli.main import run
 from infinity.core.config import Config
-from infinity.core.sizes import KiB, MiB
+from infinity.core.sizes import MiB
 from infinity.storage.arena import Arena
-from infinity.storage.leftovers import arenas, dead_nbytes
+from infinity.storage.leftovers import arenas
 
-from .command_line import findings, killed, python, small_drive, started, wait_for_line, words
+from .command_line import killed, python, small_drive, started
 
 pytestmark = pytest.mark.usefixtures("own_environment")
-
-
-@pytest.mark.root
-def test_a_killed_run_and_the_same_command_again(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with small_drive(tmp_path, 48 * MiB) as drive:
-        command = words(text, drive, "--no-save", width=256)
-        with started("-m", "infinity", "train", *command, "--steps", "100000") as child:
-            wait_for_line(child, "step 2/")
-            child.send_signal(signal.SIGKILL)
-            child.wait(30)
-        arena = os.path.join(drive, "infinity", "rank0.arena")
-        left = os.stat(arena).st_blocks * 512
-        system = os.statvfs(drive)
-        assert system.f_bavail * system.f_frsize < left  # it would not fit beside what is there
-        assert dead_nbytes(drive) == left
-
-        assert run(["plan", *command, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["fits"]
-        found = findings(capsys, drive)[f"{drive}: leftover"]
-        assert found["status"] == "warning"
-        assert arena in found["found"]
-        assert f"{left / MiB:.2f} MiB" in found["found"]
-        assert found["cure"] == f"infinity clean {drive}"
-
-        assert run(["train", *command, "--steps", "2", "--json"]) == 0
-        result = json.loads(capsys.readouterr().out)
-        rows = {row["what"]: row for row in result["planned_and_measured"]}
-        assert 0 <= rows["nvme"]["measured"] - rows["nvme"]["planned"] <= 64 * KiB
-        assert not os.path.exists(arena)
 
 
 @pytest.mark.root

@@ -1,19 +1,13 @@
-"""What a run really takes: anonymous memory of the process, and bytes on disk; and where it may scribble."""
+"""What a run really takes: anonymous memory of the process; and where it may scribble."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import tempfile
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
-
-_M_MMAP_THRESHOLD: Final = -3
 
 
 def anonymous_memory() -> int:
@@ -22,31 +16,6 @@ def anonymous_memory() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def give_back_freed_memory() -> None:
-    """Have glibc's malloc map every large block for itself, so that freeing one gives it back.
-
-    By itself the threshold for that rises to 32 MiB as blocks are freed (mallopt(3)); activations
-    then live on the heap, whose holes are memory that no plan knows of: measured, twice the plan.
-    Nothing happens with another C library.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
-
-
-def bytes_on_disk(directories: Sequence[str]) -> int:
-    """Return the bytes that the files below `directories` take on their drives."""
-    total = 0
-    for directory in directories:
-        for folder, _, files in os.walk(directory):
-            for name in files:
-                try:
-                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except FileNotFoundError:
-                    continue  # removed while we looked
-    return total
 
 
 def scratch(directory: str) -> tempfile.TemporaryDirectory[str]:
