@@ -44,7 +44,7 @@ TRAIN := MALLOC_MMAP_THRESHOLD_=131072 $(BIN)/python examples/train_lm.py --nvme
          --preset 30m --batch 4 --steps 80 --set device=cpu dtype=fp32 gradients=nvme \
          host_memory=96MiB device_memory=64MiB chunk_elements=1048576
 
-# Debian packages that some tests use; without them those tests say so. Those of `make test-slow` alone (320 MB)
+# Debian packages that some tests use; without them those tests say so. Those of `make test-nightly` alone (320 MB)
 # compile for 64-bit Arm and run that.
 PACKAGES := e2fsprogs fio fuse3 iproute2 libaio1 libfuse3-dev pkg-config strace
 ARM := g++-aarch64-linux-gnu qemu-user
@@ -56,21 +56,21 @@ PYTEST := $(BIN)/python -m pytest
 # What runs with the settings of `make test` on `CudaDevice`, over a device that is late (tests/lagging), as well.
 LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
              lagging_device muon optimizers rank_muon rank_seeds ranks state_dict_rules state_io)
-# What `make test-slow` runs there: lagging_device has cases of these above.
-LAGGING_SLOW := $(patsubst %,tests/test_%.py,fp32_moments split_master)
+# What `make test-nightly` runs there: lagging_device has cases of these above.
+LAGGING_NIGHTLY := $(patsubst %,tests/test_%.py,fp32_moments split_master)
 # Whose kernels `make test-cpus` takes, of torch and of ours; `default` is what every CPU has.
 CPUS ?= default avx2 avx512
 # Processes that share the tests. One that is marked `serial` runs while the others wait.
 WORKERS ?= 2
 CLEAN := build dist infinity_offload.egg-info infinity/_*.so infinity/_aio.c runs nvme
 
-.PHONY: help setup train test test-all test-slow test-cpus test-gpu lint types docs wheels bench clean
+.PHONY: help setup train test test-all test-nightly test-cpus test-gpu lint types docs wheels bench clean
 
 help:
 	@echo "make train      set up, then train a small Llama with its state on disk"
 	@echo "make test       set up, then run the tests that take minutes"
-	@echo "make test-all   with more settings and seeds, and models of other libraries"
-	@echo "make test-slow  all other settings, and what takes long or much disk;  make test-gpu: those for a GPU"
+	@echo "make test-all   what takes long, and models of other libraries, too"
+	@echo "make test-nightly  all other settings, and what takes very long or much disk;  make test-gpu: those for a GPU"
 	@echo "make test-cpus  make test with the kernels of other CPUs: CPUS='default avx2 avx512'"
 	@echo "make docs       builds the documentation as a site, in build/docs"
 	@echo "make wheels     builds a wheel for this Python, in dist, and tries it in a bare environment"
@@ -150,17 +150,17 @@ train: $(VENV)/.built
 	$(TRAIN)
 
 test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and not full and not later and not architectures and not ecosystem"
-	$(PYTEST) -n $(WORKERS) -m "lagging and not slow and not full and not later" --device lagging tests/test_lagging_device.py \
+	$(PYTEST) -n $(WORKERS) -m "not integration and not nightly and not gpu"
+	$(PYTEST) -n $(WORKERS) -m "lagging and not integration and not nightly" --device lagging tests/test_lagging_device.py \
 	  tests/test_state_dict_rules.py
 
 test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu"
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu and (lagging or not full)" --device lagging $(LAGGING)
+	$(PYTEST) -n $(WORKERS) -m "not nightly and not gpu"
+	$(PYTEST) -n $(WORKERS) -m "not nightly and not gpu" --device lagging $(LAGGING)
 
-test-slow: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.arm $(VENV)/.architectures $(VENV)/.ecosystem
-	$(PYTEST) -m "slow and not gpu" --timeout 3600
-	$(PYTEST) -n $(WORKERS) -m "not slow and not gpu" --device lagging $(LAGGING_SLOW)
+test-nightly: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.arm $(VENV)/.architectures $(VENV)/.ecosystem
+	$(PYTEST) -m "nightly and not gpu" --timeout 3600
+	$(PYTEST) -n $(WORKERS) -m "not gpu" --device lagging $(LAGGING) $(LAGGING_NIGHTLY)
 
 test-cpus: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
 	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/cpus $(CPUS)
@@ -171,6 +171,7 @@ test-gpu: $(VENV)/.built $(VENV)/.tools
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/rules.py
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 
 types: $(VENV)/.built $(VENV)/.tools

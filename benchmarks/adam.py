@@ -14,8 +14,8 @@ ceiling     the loads and stores of that pass and none of its arithmetic: 14 B r
 torch       grad32.copy_(grad); AdamW(fused=True).step(); copy.copy_(master)
 deepspeed   the same with DeepSpeedCPUAdam, in a process of its own, if there is one
 
-The kernel and the ceiling work on huge pages, as the engine's pool does (see `infinity bench adam`). A peer
-works on what torch allocates, as its user would have it.
+The kernel and the ceiling work on huge pages, as the engine's pool does. A peer works on what torch
+allocates, as its user would have it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
         return serve(*map(int, sys.argv[2:4]))
     import common
+    from adam_work import MOMENTS, AdamWork
 
-    from infinity.cli.bench.adam import MOMENTS, AdamWork
     from infinity.hardware import cpu_adam
 
     parser = common.arguments((__doc__ or "").split("\n\n")[0], directory=False)

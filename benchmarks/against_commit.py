@@ -4,7 +4,7 @@
     python benchmarks/against_commit.py --old ../old --directory /mnt/nvme --output results.json
 
 Cases: whole steps (forward, backward, `step()`, update="overlap", fp32, one sequence) with the placements of
-`infinity bench step`, and ``optimizer-on-host``, ``optimizer-on-nvme``: `step()` alone, update="sync", with
+steps.py, and ``optimizer-on-host``, ``optimizer-on-nvme``: `step()` alone, update="sync", with
 the same gradients each time.
 
 Each case has two child processes, one of each checkout (its own `infinity`, its own native modules, this
@@ -116,7 +116,7 @@ def figures(pairs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures and all samples of one case."""
-    from infinity.cli.bench.step_run import settings_of
+    from steps import settings_of
 
     model, update = common.model_of(args), "overlap" if case in WHOLE else "sync"
     settings = settings_of(OPTIMIZER.get(case, case), update, model.largest_unit)

@@ -30,11 +30,12 @@ from typing import Any
 
 import common
 import torch
+from steps import ADAMW
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.bench.step_run import ADAMW
 from infinity.cli.measure import scratch
+from infinity.planning.footprint import UPDATE_DEPTH
 
 WANTED = 0.8
 
@@ -65,7 +66,7 @@ class Engine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.engine = engine_of(self.model)
-        self.depth = config.update_depth
+        self.depth = UPDATE_DEPTH
         self.chunks = [c for u in self.engine.units for c in u.layout.trainable_chunks]
         self.sizes = [self.engine.tiers.lease_nbytes(c) for c in self.chunks]
         self.nbytes = sum(self.engine.tiers.plans[c.id].parts["state"].nbytes for c in self.chunks)

@@ -198,9 +198,9 @@ def facts(stage: Stage) -> None:
 def _machine(stage: Stage, found: dict[str, Any]) -> bool:
     import torch
 
+    from infinity.cli.doctor import gpus
     from infinity.hardware import cpu_adam
     from infinity.hardware.aio import available_backends
-    from infinity.hardware.probe import gpus
 
     found |= {
         "torch": {
@@ -247,8 +247,8 @@ def _placements(stage: Stage, found: dict[str, Any]) -> bool:
 def link(args: argparse.Namespace) -> dict[str, Any]:
     """Rates of copies, by kind of host memory."""
     import torch
+    from link import KINDS, measure_cuda
 
-    from infinity.cli.bench.link import KINDS, measure_cuda
     from infinity.core.sizes import MiB
     from infinity.hardware.device import CudaDevice
 
@@ -360,7 +360,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
             raised.clear()
             with tempfile.TemporaryDirectory(dir=args.directory) as nvme:
                 found.append(train(case, args.device, nvme, rows=rows, first=first))
-        differ = [" ".join(key) for key, value in found[0].items() if not same(found[1][key], value)]
+        differ = [name for name, value in found[0].items() if not same(found[1][name], value)]
         result["-".join(case)] = {"raised": list(raised), "differ": differ[:8]}
         result["passed"] &= bool(raised) and not differ
     return result
@@ -387,7 +387,7 @@ def _verify(stage: Stage, found: dict[str, Any]) -> bool:
     good = stage.run(found, "verify", [*command, "--device", stage.args.device], 300)
     said = _json_in(stage.args.logs / "verify.log")
     cases = said.get("cases", [])
-    found |= {"cases": len(cases), "wrong": [case for case in cases if not case["same"]]}
+    found |= {"cases": len(cases), "wrong": [case for case in cases if case["verdict"] != "same"]}
     return good and bool(cases)
 
 

@@ -26,8 +26,7 @@ import torch
 from children import forget_peak, lines, peak_memory, tell
 from devices import opened
 from llama import Llama, Task
-
-from infinity.cli.bench.step_run import ADAMW
+from steps import ADAMW
 
 #: Of `infinity.metrics`: what a step waited for, and how much the link and the drives gave.
 METRICS: Final = ("stall/", "efficiency", "time_metrics/", "io/", "grad_norm", "fetch/")
@@ -64,13 +63,13 @@ def with_infinity(task: Task, device: str) -> Contestant:
     import infinity
 
     settings = {"device": device, "nvme": task.directory, "dtype": "bf16", "max_grad_norm": task.clip}
-    settings["output_dtype"] = None  # only the loss is read: logits stay in bf16, as in plain torch
     if task.reserve:
         settings["device_memory"] = torch.cuda.mem_get_info()[0] - task.reserve
     config = infinity.Config(**settings, **task.settings)
     with infinity.init(config):
         model = task.model.build()
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
+    optimizer.delayed_from = 0  # delayed from the first step on, not after a warm-up
     inside = updated_in_backward(optimizer)
 
     def step() -> None:

@@ -35,12 +35,12 @@ from typing import Any
 import common
 from children import Child, forget_peak, lines, peak_memory, tell
 from gpt2 import GPT2
+from rates import rates
 
 from infinity.cli.bench.io_load import Job
-from infinity.cli.bench.step import rates
+from infinity.cli.console import finite
 from infinity.cli.measure import scratch
 from infinity.core.errors import InfinityError
-from infinity.storage.step_log import finite
 
 WANTED = {"of_bound": 1.1, "of_accelerate": 1.3}
 CONTESTANTS = ("infinity", "accelerate", "torch")
@@ -77,7 +77,6 @@ def build(task: Task) -> Any:
             "nvme": task.folder,
             "device": task.device,
             "dtype": task.dtype,
-            "output_dtype": None,
             "parameters": "nvme",
             "device_memory": 2 * task.largest_unit * itemsize,
             "threads": task.threads,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from adam_work import AdamWork
+from link import host_buffers
 
 from infinity.api.engine import engine_of
-from infinity.cli.bench.adam import AdamWork
-from infinity.cli.bench.link import host_buffers
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import CudaDevice
 

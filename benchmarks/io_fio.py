@@ -129,7 +129,7 @@ def summarize(results: dict[str, dict[str, list[Run]]]) -> dict[str, dict[str, d
 
 def plot(table: dict[str, dict[str, dict[str, float]]], args: argparse.Namespace) -> None:
     """Draw the medians."""
-    from infinity.cli.console import figure_in
+    from infinity.cli.plot import figure_in
 
     everybody = list(dict.fromkeys(who for rows in table.values() for who in rows))
     width = 0.8 / len(everybody)
@@ -143,7 +143,6 @@ def plot(table: dict[str, dict[str, dict[str, float]]], args: argparse.Namespace
         axes.set_ylabel("GB/s (median)")
         axes.set_title(f"{args.block >> 20} MiB × {args.depth}, O_DIRECT, one file", fontsize=10)
         axes.legend(fontsize=8, frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:

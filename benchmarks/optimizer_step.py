@@ -31,10 +31,10 @@ from typing import Any
 import common
 import runner
 import torch
+from steps import ADAMW
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.bench.step_run import ADAMW
 from infinity.cli.measure import scratch
 
 TARGETS = {"step_of_merely": 0.9, "step_of_deepspeed": 1.1}
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             python, timeout = args.deepspeed_python, args.timeout
             race.start("deepspeed", partial(runner.start, "deepspeed", task, python=python, timeout=timeout))
         samples = race.run(args.warmup, args.rounds)
-    names = ["chunk_elements", "update_depth", "block_bytes", "queue_depth", "aio_backend"]
+    names = ["chunk_elements", "block_bytes", "queue_depth", "aio_backend"]
     return {
         "params": sum(c.numel for c in engine.chunks),
         "bytes_each_way": sum(engine.sizes),

@@ -124,11 +124,10 @@ def deepspeed_configuration(task: Task, adamw: dict[str, Any]) -> dict[str, Any]
 def with_deepspeed(task: Task) -> Any:
     """Return DeepSpeed's engine, as something that takes steps."""
     import deepspeed
+    from steps import ADAMW, Stepper
 
     # Not later: within zero.Init torch's constructors are others, which an import trips over.
     from transformers import GPT2Config, GPT2LMHeadModel  # noqa: F401
-
-    from infinity.cli.bench.step_run import ADAMW, Stepper
 
     config = deepspeed_configuration(task, ADAMW)
     deepspeed.init_distributed("gloo" if task.device == "cpu" else None)
@@ -144,8 +143,7 @@ def with_deepspeed(task: Task) -> Any:
 def contestant(task: Task, device: str) -> Any:
     """Return what takes steps; `device` is what infinity calls the one of `task`."""
     import torch
-
-    from infinity.cli.bench.step_run import in_memory, offloaded
+    from steps import in_memory, offloaded
 
     if task.kind == "deepspeed":
         return with_deepspeed(task)

@@ -76,7 +76,7 @@ ENTRIES: Final = {
     "zero-offload": Entry(kind="deepspeed", settings=_ZERO2),
     "reflow": Entry(kind="deepspeed", settings=_REFLOW),
     "overlap-16mi": Entry(settings={**_ON_HOST, "update": "overlap", "chunk_elements": 16 << 20}),
-    "delayed": Entry(settings={**_ON_HOST, "update": "delayed", "delay_warmup_steps": 0}),
+    "delayed": Entry(settings={**_ON_HOST, "update": "delayed"}),
     "zero-offload-unclipped": Entry(kind="deepspeed", settings=_ZERO2, clip=None, beside="torch-unclipped"),
     "reflow-unclipped": Entry(kind="deepspeed", settings=_REFLOW, clip=None, beside="torch-unclipped"),
     "on-device": Entry(settings=_ON_DEVICE),

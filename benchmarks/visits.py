@@ -45,9 +45,8 @@ def contestant(case: str, units: int) -> Iterator[Callable[[], tuple[float, floa
         parameters=there,
         optimizer_state="host",
         gradients="host",
-        device_memory=64 * nbytes + (64 << 20),
+        device_memory=nbytes // 2 if case == "half fit" else 64 * nbytes + (64 << 20),
         host_memory=64 * nbytes + (256 << 20),
-        prefetch_memory=nbytes // 2 if case == "half fit" else 2 * nbytes,
     )
     owner: Any = None
     if case == "inference":

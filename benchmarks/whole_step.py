@@ -3,11 +3,10 @@
     python benchmarks/whole_step.py --directory /mnt/nvme --deepspeed-python /path/to/python \\
         --modes state-on-nvme all-on-host all-on-nvme --update overlap sync --output results.json
 
-A mode is a placement of `infinity bench step`, and for DeepSpeed (ZeRO-3) its nearest: it keeps its
-gradients on NVMe where its state is. Every contestant is a process of its own; in every round each takes one
-turn of some steps, in an order that rotates, and the drive and the kernel are measured for the bound
-([Note: the bound of a step] in infinity/cli/bench/step_run.py). One that fails is part of the result, with
-its error; the others go on.
+A mode is a placement of steps.py, and for DeepSpeed (ZeRO-3) its nearest: it keeps its gradients on NVMe
+where its state is. Every contestant is a process of its own; in every round each takes one turn of some
+steps, in an order that rotates, and the drive and the kernel are measured for the bound ([Note: the bound of
+a step] in steps.py). One that fails is part of the result, with its error; the others go on.
 
 With an update that goes on behind the next forward (--update overlap or delayed), a turn is a burst of
 steps (--burst, 4 unless told otherwise) and ends when all of it is complete, so that nobody works in
@@ -30,14 +29,14 @@ from typing import Any
 import common
 import runner
 from children import Child
+from rates import Rates, beside, rates
+from steps import PLACEMENTS, figures, settings_of, steady
 
-from infinity.cli.bench.step import Rates, beside, rates
-from infinity.cli.bench.step_run import PLACEMENTS, figures, settings_of, steady
+from infinity.cli.console import finite
 from infinity.cli.measure import scratch
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam
-from infinity.storage.step_log import finite
 
 PEERS = ("deepspeed", "torch")
 #: By mode: where DeepSpeed keeps its state and its parameters; where nothing is said, on the host.

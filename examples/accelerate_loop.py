@@ -1,9 +1,11 @@
 """Trains a language model on the lines of a text file in a loop with accelerate, on one rank or several.
+Started again, it goes on after the last whole epoch.
 
 accelerate launch examples/accelerate_loop.py --model MODEL --text FILE --nvme DIRECTORY --output DIRECTORY
 """
 
 import argparse
+import os
 
 import accelerate
 import torch
@@ -35,16 +37,18 @@ adam = torch.optim.AdamW(model.parameters(), lr=1e-5)
 model, optimizer = infinity.wrap(model, adam, config)  # before `prepare`
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-for epoch in range(given.epochs):
-    for tokens in loader:
-        with accelerator.accumulate(model):
-            loss = model(**tokens).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
-    infinity.save(optimizer, f"{given.output}/checkpoints", keep_last=2)  # on all ranks
-infinity.export(model, f"{given.output}/model", tokenizer=tokenizer)
+with infinity.Run(optimizer, f"{given.output}/checkpoints", save_every=1, keep_last=2) as run:
+    for epoch in run.steps(given.epochs):
+        for tokens in loader:
+            with accelerator.accumulate(model):
+                loss = model(**tokens).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
+target = f"{given.output}/model-{given.epochs}"
+if not os.path.exists(f"{target}/config.json"):
+    infinity.export(model, target, tokenizer=tokenizer)
 infinity.close(model)

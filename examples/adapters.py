@@ -1,4 +1,5 @@
-"""Trains two LoRA adapters over one frozen base, each on half of a text file, and unfreezes layer by layer.
+"""Trains two LoRA adapters over one frozen base, each on half of a text file, and unfreezes layer by
+layer. Started again, it goes on where it stopped.
 
 python examples/adapters.py --model MODEL --text FILE --nvme DIRECTORY --output DIRECTORY
 
@@ -6,6 +7,7 @@ What is trained at any time must require a gradient at `wrap`. Afterwards it may
 """
 
 import argparse
+import os
 
 import peft
 import torch
@@ -17,7 +19,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="a directory, or a name on the Hugging Face hub")
 parser.add_argument("--text", required=True, help="a text file")
 parser.add_argument("--nvme", required=True, help="a directory on a fast drive, for the frozen base")
-parser.add_argument("--output", required=True, help="a directory for the adapters")
+parser.add_argument("--output", required=True, help="a directory for checkpoints and the adapters")
 parser.add_argument("--steps", type=int, default=100, help="for each adapter")
 given = parser.parse_args()
 
@@ -39,9 +41,10 @@ with open(given.text, encoding="utf-8") as file:
 halves = dict(zip(names, (lines[::2], lines[1::2]), strict=True))
 layers = model.config.num_hidden_layers
 
-for name in names:
-    model.set_adapter(name)  # freezes the other one
-    for step in range(given.steps):
+with infinity.Run(optimizer, f"{given.output}/checkpoints", save_every=20, keep_last=2) as run:
+    for made in run.steps(len(names) * given.steps):
+        name, step = names[made // given.steps], made % given.steps
+        model.set_adapter(name)  # freezes the other one
         lowest = layers - 1 - min(layers - 1, step * layers // given.steps)  # the last layer comes first
         for param_name, param in model.named_parameters():
             if f".{name}." in param_name:
@@ -54,5 +57,7 @@ for name in names:
         optimizer.zero_grad()
         print(f"{name} {step}: loss {loss.item():.4f}, layers from {lowest} on")
 
-infinity.export(model, f"{given.output}/adapters")  # first/ and second/
+target = f"{given.output}/adapters-{given.steps}"
+if not os.path.exists(f"{target}/{names[-1]}/adapter_config.json"):
+    infinity.export(model, target)  # first/ and second/
 infinity.close(model)

@@ -1,4 +1,5 @@
-"""Trains LoRA adapters of a diffusion UNet on latents, and keeps an average (EMA) of them.
+"""Trains LoRA adapters of a diffusion UNet on latents, and keeps an average (EMA) of them. Started again, it
+goes on where it stopped.
 
 python examples/diffusion.py --model UNET --latents FILE --nvme DIRECTORY --output DIRECTORY
 
@@ -20,7 +21,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="a directory with a UNet2DConditionModel")
 parser.add_argument("--latents", required=True, help="a safetensors file")
 parser.add_argument("--nvme", required=True, help="a directory on a fast drive, for the frozen weights")
-parser.add_argument("--output", required=True, help="a directory for the adapters")
+parser.add_argument("--output", required=True, help="a directory for checkpoints and the adapters")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--batch", type=int, default=2)
 given = parser.parse_args()
@@ -38,21 +39,25 @@ device = unet.device
 noising = DDPMScheduler()
 data = load_file(given.latents)
 
-for step in range(given.steps):
-    random = torch.Generator().manual_seed(step)
-    chosen = torch.randint(len(data["latents"]), (given.batch,), generator=random)
-    latents, embeddings = data["latents"][chosen].to(device), data["embeddings"][chosen].to(device)
-    noise = torch.randn(latents.shape, generator=random).to(device)
-    times = torch.randint(noising.config.num_train_timesteps, (given.batch,), generator=random).to(device)
-    made = unet(noising.add_noise(latents, noise, times), times, embeddings).sample
-    loss = torch.nn.functional.mse_loss(made, noise)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    infinity.copy_to(unet, plain)  # the newest values
-    average.step([p for p in plain.parameters() if p.requires_grad])
-    print(f"step {step}: loss {loss.item():.4f}")
+with infinity.Run(
+    optimizer, f"{given.output}/checkpoints", state={"average": average}, save_every=20, keep_last=2
+) as run:
+    for step in run.steps(given.steps):
+        random = torch.Generator().manual_seed(step)
+        chosen = torch.randint(len(data["latents"]), (given.batch,), generator=random)
+        latents, embeddings = data["latents"][chosen].to(device), data["embeddings"][chosen].to(device)
+        noise = torch.randn(latents.shape, generator=random).to(device)
+        times = torch.randint(noising.config.num_train_timesteps, (given.batch,), generator=random).to(device)
+        made = unet(noising.add_noise(latents, noise, times), times, embeddings).sample
+        loss = torch.nn.functional.mse_loss(made, noise)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        infinity.copy_to(unet, plain)  # the newest values
+        average.step([p for p in plain.parameters() if p.requires_grad])
+        print(f"step {step}: loss {loss.item():.4f}")
 
+infinity.copy_to(unet, plain)
 infinity.close(unet)
 plain.save_lora_adapter(f"{given.output}/last")
 average.copy_to([p for p in plain.parameters() if p.requires_grad])

@@ -1,4 +1,5 @@
-"""Trains by DPO: the model learns to prefer the lines of a text file to the same words in reverse.
+"""Trains by DPO: the model learns to prefer the lines of a text file to the same words in reverse. Started
+again, it goes on where it stopped.
 
 python examples/dpo.py --model MODEL --text FILE --nvme DIRECTORY --output DIRECTORY
 
@@ -6,6 +7,7 @@ The reference is the same model for inference only. Where its files have the dty
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="a directory, or a name on the Hugging Face hub")
 parser.add_argument("--text", required=True, help="a text file")
 parser.add_argument("--nvme", required=True, help="a directory on a fast drive, for the state")
-parser.add_argument("--output", required=True, help="a directory for the model")
+parser.add_argument("--output", required=True, help="a directory for checkpoints and the model")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--beta", type=float, default=0.1)
 given = parser.parse_args()
@@ -46,18 +48,21 @@ def log_likelihood(model, texts):
     return (chosen * tokens["attention_mask"][:, 1:]).sum(-1)
 
 
-for step in range(given.steps):
-    pair = [lines[(2 * step + i) % len(lines)] for i in range(2)]
-    texts = [" ".join(line) for line in pair] + [" ".join(reversed(line)) for line in pair]
-    with torch.no_grad():
-        expected = log_likelihood(reference, texts)
-    good, bad = (log_likelihood(model, texts) - expected).chunk(2)
-    loss = -logsigmoid(given.beta * (good - bad)).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"step {step}: loss {loss.item():.4f}, margin {(good - bad).mean().item():.3f}")
+with infinity.Run(optimizer, f"{given.output}/checkpoints", save_every=20, keep_last=2) as run:
+    for step in run.steps(given.steps):
+        pair = [lines[(2 * step + i) % len(lines)] for i in range(2)]
+        texts = [" ".join(line) for line in pair] + [" ".join(reversed(line)) for line in pair]
+        with torch.no_grad():
+            expected = log_likelihood(reference, texts)
+        good, bad = (log_likelihood(model, texts) - expected).chunk(2)
+        loss = -logsigmoid(given.beta * (good - bad)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.4f}, margin {(good - bad).mean().item():.3f}")
 
-infinity.export(model, f"{given.output}/model", tokenizer=tokenizer)
+target = f"{given.output}/model-{given.steps}"
+if not os.path.exists(f"{target}/config.json"):
+    infinity.export(model, target, tokenizer=tokenizer)
 infinity.close(model)
 infinity.close(reference)

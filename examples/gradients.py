@@ -1,4 +1,5 @@
 """Trains in a plain loop that writes the norm of each gradient, and says where one has an Inf or NaN.
+Started again, it goes on where it stopped.
 
 python examples/gradients.py --model MODEL --text FILE --nvme DIRECTORY --output DIRECTORY
 """
@@ -16,7 +17,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="a directory, or a name on the Hugging Face hub")
 parser.add_argument("--text", required=True, help="a text file")
 parser.add_argument("--nvme", required=True, help="a directory on a fast drive, for the state")
-parser.add_argument("--output", required=True, help="a directory for gradients.jsonl")
+parser.add_argument("--output", required=True, help="a directory for checkpoints and gradients.jsonl")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--every", type=int, default=10, help="steps between two lines of norms")
 parser.add_argument("--spoil", type=int, help="a step whose loss becomes infinite, to see what comes")
@@ -27,7 +28,6 @@ config = infinity.Config(
     optimizer_state="nvme",
     gradients="nvme",
     dtype="bf16",
-    max_grad_norm=1.0,
     skip_nonfinite=True,  # a step with an Inf or NaN in a gradient changes nothing
 )
 model = AutoModelForCausalLM.from_pretrained(given.model)
@@ -48,8 +48,11 @@ def norms():
 
 output = Path(given.output)
 output.mkdir(parents=True, exist_ok=True)
-with open(output / "gradients.jsonl", "a", encoding="utf-8") as log:
-    for step in range(given.steps):
+with (
+    open(output / "gradients.jsonl", "a", encoding="utf-8") as log,
+    infinity.Run(optimizer, output / "checkpoints", save_every=20, keep_last=2) as run,
+):
+    for step in run.steps(given.steps):
         tokens = tokenizer(lines[step % len(lines)], return_tensors="pt").to(model.device)
         loss = model(**tokens, labels=tokens["input_ids"]).loss
         if step == given.spoil:
@@ -57,6 +60,7 @@ with open(output / "gradients.jsonl", "a", encoding="utf-8") as log:
         loss.backward()
         if step % given.every == 0:
             print(json.dumps({"step": step, "norms": norms()}), file=log)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if optimizer.step_was_skipped:
             bad = [name for name, norm in norms().items() if not norm < float("inf")]

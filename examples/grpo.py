@@ -1,4 +1,5 @@
 """Trains with TRL's GRPOTrainer: texts that begin with a line of a file are better if they are shorter.
+Started again, it goes on where it stopped.
 
 python examples/grpo.py --model MODEL --text FILE --nvme DIRECTORY --output DIRECTORY
 """
@@ -53,6 +54,6 @@ trainer = offloaded(trl.GRPOTrainer)(
     processing_class=AutoTokenizer.from_pretrained(given.model, padding_side="left"),
     infinity=config,
 )
-trainer.train()
-infinity.export(trainer.model, f"{given.output}/model")
+trainer.train(resume_from_checkpoint=trainer.newest_checkpoint())
+trainer.save_model(f"{given.output}/model")
 infinity.close(trainer.model)

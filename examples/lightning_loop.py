@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infinity
-from infinity.integrations.lightning import InfinityStrategy
+from infinity.integrations.lightning import InfinityStrategy, newest_checkpoint
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="a directory, or a name on the Hugging Face hub")
@@ -49,22 +49,23 @@ loader = torch.utils.data.DataLoader(
     lines, batch_size=2, collate_fn=lambda texts: dict(tokenizer(texts, return_tensors="pt", padding=True))
 )
 config = infinity.Config(nvme=given.nvme, parameters="nvme", optimizer_state="nvme")
-checkpoint = os.path.join(given.output, "stopped.ckpt")
 trainer = lightning.Trainer(
-    strategy=InfinityStrategy(config),
+    strategy=InfinityStrategy(config, save_minutes=30),
+    default_root_dir=given.output,
     precision="bf16-mixed",
     max_steps=given.steps,
     gradient_clip_val=1.0,
     callbacks=[
         lightning.pytorch.callbacks.ModelCheckpoint(given.output, every_n_train_steps=50, save_last=True),
-        infinity.lightning_callback(checkpoint, save_minutes=30),
     ],
     accelerator="auto" if torch.cuda.is_available() else "cpu",
     devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # as torchrun says
     logger=False,
     enable_progress_bar=False,
 )
-trainer.fit(module, loader, ckpt_path=checkpoint if os.path.exists(checkpoint) else None)
-trainer.save_checkpoint(checkpoint)
-infinity.export(module.model, os.path.join(given.output, f"model-{given.steps}"), tokenizer=tokenizer)
+trainer.fit(module, loader, ckpt_path=newest_checkpoint(given.output))
+trainer.save_checkpoint(os.path.join(given.output, "end.ckpt"))
+target = os.path.join(given.output, f"model-{given.steps}")
+if not os.path.exists(os.path.join(target, "config.json")):
+    infinity.export(module.model, target, tokenizer=tokenizer)
 infinity.close(module)

@@ -4,6 +4,7 @@ python examples/loop.py --model MODEL --text FILE --nvme DIRECTORY --output DIRE
 """
 
 import argparse
+import os
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +26,6 @@ config = infinity.Config(
     parameters="nvme",
     optimizer_state="nvme",
     dtype="bf16",  # to compute in; the master weights are fp32
-    max_grad_norm=1.0,
 )
 with infinity.init(config):  # the model is built on the drive
     model = AutoModelForCausalLM.from_pretrained(given.model)
@@ -46,14 +46,17 @@ def batch(step):
 
 
 state = {"scheduler": scheduler, "tokenizer": tokenizer}
-with infinity.Run(optimizer, f"{given.output}/checkpoints", state=state, save_every=20) as run:
+with infinity.Run(optimizer, f"{given.output}/checkpoints", state=state, save_every=20, keep_last=2) as run:
     for step in run.steps(given.steps):
         input_ids = batch(step)
         loss = model(input_ids=input_ids, labels=input_ids).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         print(f"step {step}: loss {loss.item():.4f}")
-infinity.export(model, f"{given.output}/model-{given.steps}", tokenizer=tokenizer)
+target = f"{given.output}/model-{given.steps}"
+if not os.path.exists(f"{target}/config.json"):
+    infinity.export(model, target, tokenizer=tokenizer)
 infinity.close(model)

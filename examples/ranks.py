@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/ranks.py --model MODEL --text FILE --nvme D
 """
 
 import argparse
+import os
 
 import torch
 from torch import distributed
@@ -43,7 +44,7 @@ def batch(step):
     return rows[chosen.chunk(ranks)[rank]].to(model.device)
 
 
-with infinity.Run(optimizer, f"{given.output}/checkpoints", save_every=20) as run:
+with infinity.Run(optimizer, f"{given.output}/checkpoints", save_every=20, keep_last=2) as run:
     for step in run.steps(given.steps):
         input_ids = batch(step)
         loss = model(input_ids=input_ids, labels=input_ids).loss
@@ -52,5 +53,7 @@ with infinity.Run(optimizer, f"{given.output}/checkpoints", save_every=20) as ru
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.4f}")
-infinity.export(model, f"{given.output}/model-{given.steps}", tokenizer=tokenizer)
+target = f"{given.output}/model-{given.steps}"
+if not os.path.exists(f"{target}/config.json"):
+    infinity.export(model, target, tokenizer=tokenizer)
 infinity.close(model)

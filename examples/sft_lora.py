@@ -1,9 +1,11 @@
 """Trains LoRA adapters on the lines of a text file with TRL's SFTTrainer. The frozen base stays on its tiers.
+Started again, it goes on where it stopped.
 
 python examples/sft_lora.py --model MODEL --text FILE --nvme DIRECTORY --output DIRECTORY
 """
 
 import argparse
+import os
 
 import datasets
 import peft
@@ -47,7 +49,9 @@ trainer = offloaded(trl.SFTTrainer)(
     infinity=config,
     save_frozen=False,  # the checkpoints hold the adapters; `from_pretrained` brings the base
 )
-trainer.train()
-infinity.export(trainer.model, f"{given.output}/adapters")
-infinity.export(trainer.model, f"{given.output}/merged", merge_adapters=True)
+trainer.train(resume_from_checkpoint=trainer.newest_checkpoint())
+trainer.save_model(f"{given.output}/adapters")
+target = f"{given.output}/merged-{given.steps}"
+if not os.path.exists(f"{target}/config.json"):
+    infinity.export(trainer.model, target, merge_adapters=True)
 infinity.close(trainer.model)

@@ -54,7 +54,6 @@ trainer = offloaded(transformers.Trainer)(
     eval_dataset=held_out,
     data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
     processing_class=tokenizer,
-    callbacks=[infinity.trainer_callback()],  # a SIGTERM saves
     infinity=config,
 )
 trainer.train(resume_from_checkpoint=trainer.newest_checkpoint())

@@ -13,7 +13,6 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import optim as optim
-    from .api.callbacks import lightning_callback, trainer_callback
     from .api.copies import copy_to
     from .api.export import export
     from .api.gathered import gathered, gradient
@@ -41,12 +40,10 @@ __all__ = [
     "gradient",
     "inference",
     "init",
-    "lightning_callback",
     "load",
     "metrics",
     "save",
     "trace",
-    "trainer_callback",
     "unwrap",
     "wrap",
 ]
@@ -61,7 +58,6 @@ _HOMES = {
     "trace": "api.trace",
     "metrics": "api.metrics",
     "Run": "api.run",
-    **dict.fromkeys(("trainer_callback", "lightning_callback"), "api.callbacks"),
     **dict.fromkeys(("gathered", "gradient"), "api.gathered"),
     "copy_to": "api.copies",
     "export": "api.export",

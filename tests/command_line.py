@@ -29,16 +29,6 @@ ROOT = Path(__file__).parents[1]
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(2000))
 
 
-#: Prints as soon as it holds an arena, and then waits to be killed.
-HOLDER = (
-    "import sys, time\n"
-    "from infinity.storage.arena import Arena\n"
-    "arena = Arena(sys.argv[1], int(sys.argv[2]))\n"
-    "print('ready', flush=True)\n"
-    "time.sleep(120)\n"
-)
-
-
 @pytest.fixture
 def own_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
@@ -121,13 +111,11 @@ def wait_for_line(child: subprocess.Popen[str], text: str, seconds: float = 150)
     pytest.fail(f"no {text!r}: {child.communicate(timeout=30)}")
 
 
-def killed(directory: str, nbytes: int = MiB) -> str:
-    """Leave the arena of a run that `kill -9` ended; return its path."""
-    with started("-c", HOLDER, directory, str(nbytes)) as child:
-        wait_for_line(child, "ready")
-        child.send_signal(signal.SIGKILL)
-        child.wait(30)
-    (path,) = Path(directory, "infinity").glob("rank0.arena")
+def old_arena(directory: str, nbytes: int = MiB) -> str:
+    """Make what a killed run of an older version left; return its path."""
+    path = Path(directory, "infinity", "rank0.arena")
+    path.parent.mkdir(0o700)
+    path.write_bytes(bytes(nbytes) + (b"infinity arena 1\n%d\n" % nbytes).ljust(4096, b"\0"))
     return str(path)
 
 

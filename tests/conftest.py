@@ -44,7 +44,7 @@ from infinity.api.engine import _ENGINES  # noqa: E402
 from infinity.core.errors import InfinityError  # noqa: E402
 from infinity.hardware import cpu_adam  # noqa: E402
 
-from . import ranks  # noqa: E402
+from . import inner, ranks  # noqa: E402
 from .command_line import nvme, own_environment, text  # noqa: E402, F401
 from .lagging.lane import devices  # noqa: E402
 from .quick import leave_the_rest  # noqa: E402
@@ -83,6 +83,12 @@ def _close_what_is_left(_device: None) -> Iterator[None]:
         if engine.number not in before:
             with contextlib.suppress(InfinityError):  # a test has broken its drive, say
                 engine.close()
+
+
+@pytest.fixture(autouse=True)
+def _constants_as_before() -> Iterator[None]:
+    yield
+    inner.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ class Outcome:
     close_seconds: float = 0.0
     stray: str = ""  # an exception in a thread or a finalizer
     fired: int = 0
-    left: bool = False  # whether an arena was left behind
+    left: bool = False  # whether a file was left behind
     trace: str = ""
 
 
@@ -95,22 +95,11 @@ WRITE_FAULTS = [
     ("lost", 0),
     ("elsewhere", 4096),
 ]
-_SETUP_OPS = ("mkdir", "create", "truncate", "fallocate")
-#: The first of these in each directory are of the arena's mark: set-up, too.
-_MARKED = ("write", "fsync")
+_SETUP_OPS = ("create", "fallocate")
 SETUP_FAULTS = [
-    (op, number)
-    for op, numbers in {
-        "mkdir": (errno.EROFS, errno.ENOSPC),
-        "create": (errno.EIO, errno.EACCES, errno.EDQUOT),
-        "truncate": (errno.EIO,),
-        "fallocate": (errno.ENOSPC, errno.EIO, errno.EOPNOTSUPP),
-        "write": (errno.ENOSPC, errno.EIO),
-        "fsync": (errno.EIO,),
-    }.items()
-    for number in numbers
+    *[("create", number) for number in (errno.EIO, errno.EACCES, errno.EDQUOT)],
+    *[("fallocate", number) for number in (errno.ENOSPC, errno.EIO, errno.EOPNOTSUPP)],
 ]
-SYNC_FAULTS = [("error", errno.EIO), ("error", errno.ENOSPC), ("stall", 0)]
 #: Of each system call of a run this many are tried, from the first on.
 MOST_CALLS = 24
 #: What strace injects into a backend's own calls: (call, injection, repeats).
@@ -162,7 +151,7 @@ def _late(backend: str, op: str, kind: str, value: int, repeat: str) -> bool:
 def allowed(injection: Injection) -> set[str]:
     """Return how a run may end: "ok", which means the same bits, and names of errors."""
     op, kind, value, repeat = injection.op, injection.kind, injection.value, injection.repeat
-    if op in _SETUP_OPS or _of_the_mark(injection):
+    if op in _SETUP_OPS:
         return {"ok"} if value == errno.EOPNOTSUPP else {"DirectoryError"}
     if injection.means == "strace":
         return _allowed_calls(injection)
@@ -186,10 +175,6 @@ def allowed(injection: Injection) -> set[str]:
     if kind == "elsewhere" and op == "read":  # there may be the same bytes, or none
         return {"CorruptionError", "ShortTransferError", "ok"}
     return {"CorruptionError", "ok"}
-
-
-def _of_the_mark(injection: Injection) -> bool:
-    return injection.op in _MARKED and injection.nth <= injection.directories
 
 
 def _allowed_calls(injection: Injection) -> set[str]:
@@ -231,7 +216,7 @@ def problem(injection: Injection, outcome: Outcome, wanted: str) -> str | None:
     if not outcome.fired and ending != "ok" and not injection.kind.startswith("delay"):
         return f"nothing failed, but {ending}: {outcome.message}"
     if outcome.left and injection.deadline == PATIENT:
-        return "an arena was left behind"
+        return "a file was left behind"
     if outcome.seconds > SLOW:
         return f"took {outcome.seconds:.1f} s"
     if outcome.close_seconds > SLOW:
@@ -275,13 +260,11 @@ def all_injections(counts: Mapping[str, Mapping[str, int]]) -> list[Injection]:
     found = []
     for run, seen in counts.items():
         for backend in BACKENDS:
-            for op, faults in (("read", READ_FAULTS), ("write", WRITE_FAULTS), ("fsync", SYNC_FAULTS)):
+            for op, faults in (("read", READ_FAULTS), ("write", WRITE_FAULTS)):
                 for kind, value in faults:
                     for nth in range(1, seen[op] + 1):
                         for repeat in ("once", "good"):
-                            fault = _injection(run, backend, "fuse", op, kind, nth, repeat, value)
-                            if not _of_the_mark(fault):
-                                found.append(fault)
+                            found.append(_injection(run, backend, "fuse", op, kind, nth, repeat, value))
             for op, value in SETUP_FAULTS:
                 found.append(_injection(run, backend, "fuse", op, "error", 1, "once", value))
             for call, kind, repeats in CALLS[backend]:
@@ -298,7 +281,7 @@ def thorough(injections: list[Injection], seed: int) -> list[Injection]:
     for k, i in enumerate(injections):
         if i.means == "fuse" and i.run == "store":
             number = i.nth + BACKENDS.index(i.backend) + len(i.kind) + seed
-            keep = i.repeat == ("once", "good")[number % 2] or i.op in _SETUP_OPS or _of_the_mark(i)
+            keep = i.repeat == ("once", "good")[number % 2] or i.op in _SETUP_OPS
         elif i.means == "fuse":
             keep = (k + seed) % 121 == 0
         else:

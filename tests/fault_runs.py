@@ -22,7 +22,7 @@ from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Version
 
-from . import models
+from . import inner, models
 
 PAGE = 4096
 STEPS = 3
@@ -178,7 +178,7 @@ def training_run(directories: list[str], *, backend: str, deadline: float, round
     begun = time.monotonic()
     case = models.case("gpt", seed=3, batches=STEPS, batch_size=2, width=32, layers=2, heads=2)
     model = case.model
-    config = infinity.Config(
+    config = inner.config(
         nvme=[Path(d) for d in directories],
         device="cpu",
         dtype="fp32",

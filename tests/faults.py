@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import ctypes
 import faulthandler
-import glob
 import importlib
 import json
 import mmap
@@ -210,9 +209,6 @@ class Server:
         directories = [str(fs.path / f"drive{k}") for k in range(injection.directories)]
         for directory in directories:
             os.makedirs(directory, exist_ok=True)
-        for directory in directories:  # so that `mkdir` comes about
-            with contextlib.suppress(FileNotFoundError):
-                os.rmdir(os.path.join(directory, "infinity"))
         fs.disarm()
         if injection.means == "fuse":
             fs.arm(
@@ -229,7 +225,7 @@ class Server:
         fired = fs.get("fired") if injection.means == "fuse" else _injected(log)
         if not gone or injection.kind == "stall":
             fs.unmount()
-        left = fs.mounted and any(glob.glob(os.path.join(d, "infinity", "*")) for d in directories)
+        left = fs.mounted and any(os.listdir(d) for d in directories)
         if left:
             fs.unmount()  # a fresh one for the next
         return Outcome(**{**outcome, "fired": fired, "left": left})

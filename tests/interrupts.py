@@ -39,6 +39,8 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import InfinityError
 from infinity.hardware.adam_reference import adamw_reference
 
+from . import inner
+
 PACKAGE = os.path.dirname(infinity.__file__)
 STANDARD = tuple(os.path.dirname(os.__file__) + f"/{n}.py" for n in ("threading", "contextlib", "weakref"))
 WIDTH = 32
@@ -140,7 +142,7 @@ class User:
         net = Net(recompute)
         self.plain = Plain(copy.deepcopy(net), update == "delayed")
         defaults = {"device_memory": "8MiB", "host_memory": "64MiB", "chunk_elements": 65536}
-        config = infinity.Config(
+        config = inner.config(
             **{
                 **defaults,
                 **settings,

@@ -10,6 +10,7 @@ import torch
 import infinity
 from infinity.api.engine import engine_of
 
+from . import inner
 from .models import Case
 from .reference import Groups, Run, all_parameters, batches_of
 
@@ -31,7 +32,7 @@ def config_for(folder: Path, **settings: Any) -> infinity.Config:
         "chunk_elements": 65536,
         **ON_NVME,
     }
-    return infinity.Config(**{**defaults, **settings})
+    return inner.config(**{**defaults, **settings})
 
 
 def wrap_adamw(model: Any, config: infinity.Config, **options: Any) -> tuple[Any, Any]:

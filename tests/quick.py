@@ -1,43 +1,36 @@
-"""Which parameters of a test `make test` and `make test-all` run; `make test-slow` runs the rest."""
+"""Which parameters of a test `make test` runs; `make test-nightly` runs the rest."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import pytest
 
 #: Marks a test whose parameters are a product: `make test` runs a few, in which each value occurs, and
-#: `make test-all` some, in which any two values of two parameters meet.
+#: `make test-nightly` the others.
 covering = pytest.mark.covering
 
 
-def quick(values: Iterable[Any], chosen: Collection[Any], more: Collection[Any] | None = None) -> list[Any]:
-    """Return `values` for `pytest.mark.parametrize`: those that are not in `chosen` are marked `full`, and
-    `slow` if they are not in `more` either, where that is given."""
+def quick(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Return `values` for `pytest.mark.parametrize`: those that are not in `chosen` are marked `nightly`."""
     values = list(values)
-    assert all(v in values for v in [*chosen, *(more or ())]), "no such value"
-    if more is None:
-        more = values
-    return [v if v in chosen else _marked(v, "full" if v in more else "slow") for v in values]
+    assert all(v in values for v in chosen), "no such value"
+    return [v if v in chosen else _nightly(v) for v in values]
 
 
-def _marked(value: Any, mark: str) -> Any:
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=getattr(pytest.mark, mark))
+def _nightly(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
 
 
-def cover(settings: Sequence[Mapping[Any, Hashable]], together: int = 1) -> list[int]:
-    """Return which of `settings`, a value for each parameter, to take so that any `together` values that
-    occur together do so in what is taken, evenly."""
-    groups = [
-        {frozenset(group) for group in combinations(setting.items(), min(together, len(setting)))}
-        for setting in settings
-    ]
+def cover(settings: Sequence[Mapping[Any, Hashable]]) -> list[int]:
+    """Return which of `settings`, a value for each parameter, to take so that each value occurs in what is
+    taken, evenly."""
+    groups = [set(setting.items()) for setting in settings]
     left = set().union(*groups)
     chosen: list[int] = []
-    times: Counter[frozenset[tuple[Any, Hashable]]] = Counter()
+    times: Counter[tuple[Any, Hashable]] = Counter()
 
     def worth(i: int) -> tuple[int, int]:
         return len(left & groups[i]), -sum(times[group] for group in groups[i])
@@ -51,25 +44,25 @@ def cover(settings: Sequence[Mapping[Any, Hashable]], together: int = 1) -> list
 
 
 def leave_the_rest(items: Iterable[pytest.Item]) -> None:
-    """Mark as `slow` and as `full` what covering subsets of each test marked `covering` do without, and as
-    `later` all settings but the first of each test marked `first`."""
+    """Mark as `nightly` what a covering subset of each test marked `covering` does without, and as
+    `integration` all settings but the first of each test marked `first`."""
     tests: dict[str, list[pytest.Item]] = {}
     begun: set[str] = set()
     for item in items:
+        if item.get_closest_marker("nightly"):
+            continue
         test = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("first") and not any(map(item.get_closest_marker, ("slow", "full"))):
+        if item.get_closest_marker("first"):
             if test in begun:
-                item.add_marker(pytest.mark.later)
+                item.add_marker(pytest.mark.integration)
             begun.add(test)
-        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("covering"):
             tests.setdefault(test, []).append(item)
     for found in tests.values():
-        quickly = [item for item in found if not item.get_closest_marker("full")]
-        each = [quickly[i] for i in cover([_setting(item) for item in quickly])]
-        pairs = [found[i] for i in cover([_setting(item) for item in found], 2)]
+        each = [found[i] for i in cover([_setting(item) for item in found])]
         for item in found:
             if item not in each:
-                item.add_marker(pytest.mark.full if item in pairs else pytest.mark.slow)
+                item.add_marker(pytest.mark.nightly)
 
 
 def _setting(item: Any) -> dict[Any, Hashable]:

@@ -1,10 +1,8 @@
 """What each rank runs in test_rank_libraries.py: ten steps of a library, with the engine or with torch's
 DistributedDataParallel.
 
-    rank_libraries.main()      sys.argv: which, a folder, "engine" or "torch"
-    rank_libraries.saving()    sys.argv: a folder, the stage; Trainer saves as it does by default; or, with a
-                               third argument, by `save_model`
-    rank_libraries.mixed()     sys.argv: which, a folder; the library is asked for bf16
+    rank_libraries.main()      sys.argv: a folder, "engine" or "torch"; accelerate
+    rank_libraries.mixed()     sys.argv: a folder; accelerate is asked for bf16
     rank_libraries.generates() sys.argv: a folder; a Seq2SeqTrainer that generates texts
     rank_libraries.stopped()   sys.argv: a folder; or this and "resume"; a signal comes to one rank
     rank_libraries.unaware()   sys.argv: a folder; a Trainer that takes a rank for the only one
@@ -24,27 +22,12 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.core.errors import ConfigError, DivergenceError, PrecisionError
+from infinity.core.errors import ConfigError, PrecisionError
 
 from .test_ecosystem import Seen, adamw, arguments, examples, llama, need, schedule, watch
 
 
-def trainer(model: Any, optimizer: Any, out: Path, seen: Seen) -> Any:
-    transformers = need("transformers")
-    settings = {"eval_strategy": "steps", "eval_steps": 5, "gradient_accumulation_steps": 2}
-    run = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(**arguments(out, **settings), gradient_checkpointing=True),
-        train_dataset=examples(),
-        eval_dataset=examples()[:4],
-        optimizers=(optimizer, schedule(optimizer)),
-        callbacks=[watch(seen)],
-    )
-    run.train()
-    return run.model_wrapped
-
-
-def accelerate(model: Any, optimizer: Any, out: Path, seen: Seen) -> Any:
+def accelerate(model: Any, optimizer: Any, seen: Seen) -> Any:
     accelerator = need("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = torch.utils.data.DataLoader(examples(), batch_size=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, schedule(optimizer))
@@ -62,49 +45,15 @@ def accelerate(model: Any, optimizer: Any, out: Path, seen: Seen) -> Any:
 
 
 def mixed() -> None:
-    """Have a library run a wrapped model in bf16; print the error."""
-    kind, folder = sys.argv[1], Path(sys.argv[2])
+    """Have accelerate run a wrapped model in bf16; print the error."""
     model = llama()
-    config = infinity.Config(nvme=str(folder), device="cpu", dtype="fp32", threads=1)
+    config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", threads=1)
     model, optimizer = infinity.wrap(model, adamw(model), config)
     try:
-        if kind == "Trainer":
-            transformers = need("transformers")
-            transformers.Trainer(
-                model,
-                transformers.TrainingArguments(**arguments(folder / "out") | {"bf16": True}),
-                train_dataset=examples(),
-                optimizers=(optimizer, schedule(optimizer)),
-            ).train()
-        else:
-            need("accelerate").Accelerator(cpu=True, mixed_precision="bf16").prepare(model, optimizer)
+        need("accelerate").Accelerator(cpu=True, mixed_precision="bf16").prepare(model, optimizer)
     except PrecisionError as error:
         print(error)  # noqa: T201
     infinity.close(optimizer)
-
-
-def saving() -> None:
-    """Train with Trainer, which saves as it does by default; print what that raises."""
-    folder, stage = Path(sys.argv[1]), int(sys.argv[2])
-    model = llama()
-    config = infinity.Config(device="cpu", dtype="fp32", threads=1, zero_stage=stage)
-    model, optimizer = infinity.wrap(model, adamw(model), config)
-    transformers = need("transformers")
-    settings = arguments(folder / "out", save_steps=2)
-    del settings["save_strategy"]
-    run = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(**settings),
-        train_dataset=examples(),
-        optimizers=(optimizer, schedule(optimizer)),
-    )
-    try:
-        if sys.argv[3:]:  # what else asks the first rank alone
-            run.save_model(str(folder / "out"))
-        run.train()
-    except DivergenceError as error:
-        print(error)  # noqa: T201
-        raise
 
 
 def offloads() -> None:
@@ -138,7 +87,7 @@ def offloads() -> None:
             ),
             train_dataset=examples(),
             eval_dataset=examples()[:5],
-            callbacks=[watch(seen), *([infinity.trainer_callback()] if given else [])],
+            callbacks=[watch(seen)],
             **given,
         )
         if resume is None:  # what the second run resumes from is not rotated away
@@ -197,7 +146,7 @@ def stopped() -> None:
         llama(),
         transformers.TrainingArguments(**arguments(folder / "out", max_steps=5, save_strategy="steps")),
         train_dataset=examples(),
-        callbacks=[watch(seen), infinity.trainer_callback(), Signal()],
+        callbacks=[watch(seen), Signal()],
         infinity=config,
     )
     run.train(resume_from_checkpoint=resume)
@@ -235,7 +184,7 @@ def _Keep(path: Path, transformers: Any) -> Any:
 def main() -> None:
     """Train; leave the state in the folder, and print the losses and norms."""
     torch.set_num_threads(1)
-    kind, folder, by = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    folder, by = Path(sys.argv[1]), sys.argv[2]
     seen, model = Seen(), llama()
     optimizer = adamw(model)
     if by == "engine":
@@ -244,8 +193,7 @@ def main() -> None:
             **{"parameters": "nvme", "optimizer_state": "nvme", "device_memory": "8MiB"},
         )
         model, optimizer = infinity.wrap(model, optimizer, config)
-    run = {"Trainer": trainer, "accelerate": accelerate}[kind]
-    trained = run(model, optimizer, folder / by, seen)
+    trained = accelerate(model, optimizer, seen)
     assert (trained is model) == (by == "engine")
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if torch.distributed.get_rank() == 0:

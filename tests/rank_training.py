@@ -43,6 +43,7 @@ from infinity.hardware import adam_reference, cpu_adam, halves, log_codes, muon
 from infinity.optim.rules import rule_of
 from infinity.planning.parts import SQUARES
 
+from . import inner
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
 from .whole import ALL_OPTIMIZERS
@@ -219,7 +220,7 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
     torch.manual_seed(5)
     groups = two_groups if settings.get("groups") else all_parameters
     adam = optimizer_of(settings, groups(made.model))
-    config = infinity.Config(**settings["config"], max_grad_norm=settings.get("clip"))
+    config = inner.config(**settings["config"], max_grad_norm=settings.get("clip"))
     model, optimizer = infinity.wrap(made.model, adam, config)
     params, engine = dict(model.named_parameters()), engine_of(optimizer)
     dtype = DTYPES[settings["config"]["dtype"]]
@@ -353,7 +354,6 @@ def reference(
     came: dict[str, list[torch.Tensor]] = {}  # of one rank, in one backward
     for model in models:
         model.register_forward_pre_hook(lambda _, a, k: (cast(a, dtype), cast(k, dtype)), with_kwargs=True)
-        model.register_forward_hook(lambda _, a, out: cast(out, torch.float32))
         for name, param in model.named_parameters():
 
             def take(param: torch.Tensor, name: str = name) -> None:

@@ -33,7 +33,7 @@ import infinity, torch
 
 config = infinity.Config(nvme="/mnt/nvme/run1", device_memory="20GiB", host_memory="48GiB",
                          parameters="nvme", optimizer_state="nvme", gradients="nvme",
-                         dtype="bf16", max_grad_norm=1.0)
+                         dtype="bf16")
 with infinity.init(config):                      # the whole model is never in memory at once
     model = GPT(gpt_config)                      # or AutoModelForCausalLM.from_pretrained(DIR)
 adam = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
@@ -43,4 +43,5 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 for step in range(1000):
     loss = model(batch(step))
     loss.backward()                              # accumulates, until zero_grad()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step(); scheduler.step(); optimizer.zero_grad()

@@ -110,7 +110,6 @@ def train_master(
         model.register_forward_pre_hook(
             lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
         ),
-        model.register_forward_hook(lambda _, args, out: cast(out, torch.float32)),
     ]
     adam = torch.optim.AdamW(masters.values(), **{"lr": 1e-3, "foreach": False, **options})
     scale, good = (loss_scale if dtype is torch.float16 else 1.0), 0

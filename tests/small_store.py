@@ -106,12 +106,13 @@ def get(store: Store, lease: Lease, chunk: int, part: str) -> bytes:
     return bytes(lease.tensor()[: transfer.nbytes].numpy())
 
 
-def arena_file(path: Path) -> Path:
-    return path / "drive" / "infinity" / "rank0.arena"
+def arena_file(store: Store) -> Path:
+    """A path to the bytes of a store with one directory, while it is open."""
+    return Path(f"/proc/self/fd/{store._arenas[0].file.plain_fd}")
 
 
-def bytes_of(store: Store, path: Path, chunk: int, part: str, slot: int = 0) -> bytes:
+def bytes_of(store: Store, chunk: int, part: str, slot: int = 0) -> bytes:
     extent = store.layout.extent(chunk, part, slot)
-    with open(arena_file(path), "rb") as file:
+    with open(arena_file(store), "rb") as file:
         file.seek(extent.offset)
         return file.read(extent.nbytes)

@@ -26,7 +26,7 @@ CPUS = {"cortex-a72": "neon"} | {
 }
 AIO = [f"{PREFIX}gcc", "-std=c11", "-O3", "-D_GNU_SOURCE", *WARNINGS, f"-I{ROOT}/csrc/aio"]
 
-pytestmark = pytest.mark.slow  # the packages that it needs are large
+pytestmark = pytest.mark.nightly  # the packages that it needs are large
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -33,13 +33,13 @@ def fused_bits(**env: str) -> tuple[int, str]:
 
 
 @pytest.mark.processes
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_the_kernel_gives_the_bits_of_the_cpu() -> None:
     assert fused_bits(TRITON_INTERPRET="1") == (0, "17 checks\n")
 
 
 @pytest.mark.processes
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """Its parser refuses what its interpreter does not see."""
     assert fused_bits(TRITON_CACHE_DIR=str(tmp_path)) == (0, "360 kernels\n")

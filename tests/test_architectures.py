@@ -24,9 +24,10 @@ from infinity.core.errors import BudgetError, DataError, ParameterChangedError, 
 
 from .architectures import ARCHITECTURES
 from .offloaded import config_for
+from .quick import quick
 
 pytestmark = [
-    pytest.mark.architectures,
+    pytest.mark.integration,
     pytest.mark.filterwarnings("ignore:.*something outside of the engine refers:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*uses more units at once:RuntimeWarning"),
 ]
@@ -124,7 +125,11 @@ def _means() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+#: What `make test-all` runs; the others are for the night.
+SOME = list(ARCHITECTURES)[::4]
+
+
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, SOME))
 def test_architecture(name: str, tmp_path: Path) -> None:
     losses, wanted = by_torch(name)
     found_losses, found = by_engine(name, tmp_path)
@@ -177,11 +182,12 @@ def test_what_an_architecture_cannot_do_says_what_to_write(
 OF_TRANSFORMERS = [n for n, a in ARCHITECTURES.items() if a.build.__qualname__.startswith("hf.")]
 #: RWKV changes its weights at its first forward; XLNet cannot be used in bf16.
 NOT_USED = {("RWKV", "fp32"), ("RWKV", "bf16"), ("XLNet", "bf16")}
+USED = [(n, d) for n in OF_TRANSFORMERS for d in ("fp32", "bf16") if (n, d) not in NOT_USED]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(n, d) for n in OF_TRANSFORMERS for d in ("fp32", "bf16") if (n, d) not in NOT_USED],
+    quick(USED, [(n, d) for n, d in USED if n in SOME]),
 )
 def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) -> None:
     """The bits of transformers' own, with parameters that are read where they are."""
@@ -193,7 +199,7 @@ def test_a_directory_that_is_only_used(name: str, dtype: str, tmp_path: Path) ->
         param.data = param.data.clone()  # aligned, and not where the file has it
         param.requires_grad_(False)
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", dtype=dtype, output_dtype=None)
+    config = config_for(tmp_path / "nvme", dtype=dtype)
     used = infinity.inference(tmp_path / "model", config)
     torch.manual_seed(1)
     batch = cast(ARCHITECTURES[name].feed(), kind)
@@ -240,7 +246,7 @@ def output_of(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ["UNet2DCondition", "DiT", "Flux", "SD3"])
 def test_diffusers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None)
+    config = config_for(tmp_path / "nvme", parameters="nvme")
     model, optimizer = trained(name, config)
     kind = type(model)
     try:
@@ -270,7 +276,7 @@ def test_a_model_of_diffusers_in_bf16_is_that_of_its_library(tmp_path: Path) -> 
     model: Any = ARCHITECTURES["SD3"].build()
     model.save_pretrained(tmp_path / "out")
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme", dtype="bf16", output_dtype=None)
+    config = config_for(tmp_path / "nvme", parameters="nvme", dtype="bf16")
     batch = cast((ARCHITECTURES["SD3"].feed(),), torch.bfloat16)[0]
     read = type(model).from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
     expected = output_of(read, batch)
@@ -286,7 +292,7 @@ def test_timm_reads_what_is_exported(name: str, tmp_path: Path) -> None:
     import timm  # type: ignore[import-not-found]
 
     (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None)
+    config = config_for(tmp_path / "nvme", parameters="nvme")
     model, optimizer = trained(name, config)
     try:
         infinity.export(model, tmp_path / "out", max_shard_size="20KB")  # timm reads one file
@@ -322,7 +328,7 @@ def test_diffusers_reads_adapters_that_are_exported(tmp_path: Path) -> None:
         model.set_adapters(["default"])
 
     (tmp_path / "nvme").mkdir()
-    model, _ = trained("SD3", config_for(tmp_path / "nvme", parameters="nvme", output_dtype=None), adapt)
+    model, _ = trained("SD3", config_for(tmp_path / "nvme", parameters="nvme"), adapt)
     try:
         infinity.export(model, tmp_path / "out")
         infinity.export(model, tmp_path / "merged", merge_adapters=True)

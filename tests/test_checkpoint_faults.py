@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.cli.main import run
 from infinity.core.errors import CorruptionError, DirectoryError, ParameterError, StorageError
 from infinity.storage import checkpoints
 
@@ -90,9 +92,9 @@ def killed(folder: Path, root: Path, steps: int, seconds: float) -> int:
     return int(said.split()[-1]) if said else 0
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.nightly)])
 def test_a_run_that_is_killed_at_any_moment_goes_on(kills: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)  # as the others have
     wanted = digests(tmp_path / "undisturbed", 120)
@@ -343,7 +345,7 @@ print(count)
 """
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
 def test_loads_beside_a_saver_that_keeps_one(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)
@@ -544,6 +546,78 @@ def test_a_damaged_index_names_another_checkpoint_where_there_is_one(tmp_path: P
             infinity.load(adam, target)
         assert f"or load {other}, of 0 steps" in str(caught.value.cure)
     infinity.load(adam, other)
+    infinity.close(adam)
+
+
+def test_a_damaged_index_says_what_was_found(tmp_path: Path) -> None:
+    _, adam = start(tmp_path / "run", **ON_HOST)
+    index = Path(infinity.save(adam, tmp_path / "saved")) / "index.json"
+    whole = index.read_bytes()
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: index.write_bytes(b""), "an empty file"),
+        (lambda: index.write_bytes(whole[:100]), "100 bytes that are not JSON"),
+        (lambda: index.write_bytes(b"\xff\x00\x13" * 40), "120 bytes that are not JSON"),
+        (lambda: index.write_text("[1]"), "other JSON: [1]"),
+        (
+            lambda: index.write_bytes(whole.replace(b'"format":1', b'"format":7')),
+            "",
+        ),  # the CRC is another one
+        (index.mkdir, "a directory"),
+        (lambda: os.mkfifo(index), "a named pipe"),
+    ]
+    for make, found in cases:
+        index.unlink()
+        make()
+        with pytest.raises(CorruptionError, match="not a readable index of a checkpoint") as caught:
+            infinity.load(adam, tmp_path / "saved")
+        assert str(caught.value.found).startswith(found)
+        if index.is_dir():
+            index.rmdir()
+            index.touch()
+    infinity.close(adam)
+
+
+def test_a_damaged_file_names_the_newest_older_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    model, adam = start(tmp_path / "run", **ON_HOST)
+    paths = []
+    for _ in range(4):
+        step(model, adam)
+        paths.append(Path(infinity.save(adam, tmp_path / "saved")))
+    next(paths[1].glob("exp_avg-*")).unlink()  # that one is not whole either
+    file = next(paths[2].glob("parameters-*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for whole in (paths[0], paths[3]):
+        for call in (infinity.load, lambda adam, path: infinity.export(path, tmp_path / "out")):
+            with pytest.raises(CorruptionError) as caught:
+                call(adam, paths[2])
+            assert f"or load {whole}, of {whole.name[-1]} steps" in str(caught.value.cure)
+        shutil.rmtree(paths[0], ignore_errors=True)
+    infinity.load(adam, paths[3])  # the cure
+    infinity.close(adam)
+
+
+def test_a_checkpoint_that_has_lost_its_index_is_not_passed_over_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, adam = start(tmp_path / "run", **ON_HOST)
+    root = tmp_path / "saved"
+    for _ in range(2):
+        step(model, adam)
+        infinity.save(adam, root)
+    (root / "step-2" / "index.json").rename(tmp_path / "index.json")
+    with pytest.warns(RuntimeWarning, match=r"step-2 has lost its index.json .*step-1\. To use"):
+        infinity.load(adam, root)
+    assert adam.steps == 1
+    with pytest.warns(RuntimeWarning, match="step-2 has lost its index.json"):
+        assert run(["export", str(root), str(tmp_path / "out")]) == 0
+    assert f"the checkpoint {root / 'step-1'}, of 1 steps" in capsys.readouterr().out
+    shutil.rmtree(root / "step-1")
+    with pytest.raises(DirectoryError, match=r"copy index.json of .*step-2 again"):
+        infinity.load(adam, root)
+    (tmp_path / "index.json").rename(root / "step-2" / "index.json")  # the cure
+    infinity.load(adam, root)
+    assert adam.steps == 2
     infinity.close(adam)
 
 

@@ -19,6 +19,7 @@ from infinity.api.engine import engine_of
 from infinity.hardware import streams
 from infinity.hardware.device import CudaDevice
 
+from . import inner
 from .command_line import python
 from .quick import quick
 from .small_net import build, tokens, train
@@ -35,7 +36,7 @@ def config_of(directory: Path, **settings: Any) -> infinity.Config:
         "chunk_elements": 65536,
         "optimizer_state": "nvme",
     }
-    return infinity.Config(nvme=directory, **{**defaults, **settings})
+    return inner.config(nvme=directory, **{**defaults, **settings})
 
 
 # -- close ----------------------------------------------------------------------------------

@@ -163,37 +163,24 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 told(lambda: connect(mesh, device=CPU))
 told(lambda: connect("mesh", device=CPU))
 told(lambda: connect(mesh["shard"], device=CPU))
-rows = [connect(mesh["shard"], device=CPU, independent=True) for _ in range(2)]  # two at once
-columns = connect(mesh["replicate"], device=CPU, independent=True)
-assert (columns.rank, columns.world) == (rank // 2, 2)
-for comm in rows:
-    assert (comm.rank, comm.world) == (rank % 2, 2)
-    assert comm.exchange("a row", b"%d" % rank) == ([b"0", b"1"], [b"2", b"3"])[rank // 2]
-    run = torch.tensor([rank, rank])
+told(lambda: connect(init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"], device=CPU))
+both = [connect(device=CPU) for _ in range(2)]  # two at once
+for comm in both:
+    assert comm.exchange("one", b"%d" % rank) == [b"0", b"1", b"2", b"3"]
+    run = torch.tensor([rank] * 4)
     comm.gather(run)
-    assert run.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
-assert columns.exchange("a column", b"%d" % rank) == ([b"0", b"2"], [b"1", b"3"])[rank % 2]
-rows[0].claim(f"/row {rank // 2}")
-told(lambda: columns.claim(f"/row {rank // 2}"))
-for comm in (*rows, columns):
+    assert run.tolist() == [0, 1, 2, 3]
+for comm in both:
     comm.close()
-alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"]
-told(lambda: connect(alone, device=CPU))
-alone = connect(alone, device=CPU, independent=True)
-assert isinstance(alone, Alone)
-told(lambda: alone.claim(f"/row {rank // 2}"))
 dist.destroy_process_group()
 """
     for result in run_ranks(4, START + script, str(free_port())):
-        two, none, row, column_there, one, one_there = errors(result)
+        two, none, row, one = errors(result)
         assert {kind for kind, *_ in errors(result)} == {"ConfigError"}
         assert "2 dimensions" in two[1]
         assert "str" in none[1]
         for part in row[1], one[1]:
             assert "the mesh does not have all ranks of the job" in part
-            assert "independent_replicas=True" in part
-        for there in column_there[1], one_there[1]:
-            assert "another replica of the job saves or exports to" in there
 
 
 def test_an_environment_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,19 +157,12 @@ def check(
     assert found["memory/device_units_peak(GiB)"] * 2**30 <= config.device_memory
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("form", "when", "budget"),
     quick(
         itertools.product(FORMS, ["before", "after"], ["least", "large"]),
         [("block.compile()", "before", "least"), ("torch.compile(model)", "after", "large")],
-        [
-            ("blocks[i] = torch.compile(block)", "before", "large"),
-            ("one compiled block", "before", "least"),
-            ("block.forward = torch.compile(block.forward)", "after", "least"),
-            ("model.compile()", "before", "least"),
-            ("torch.compile(model)", "before", "large"),
-        ],
     ),
 )
 def test_inductor(form: str, when: str, budget: str, tmp_path: Path) -> None:

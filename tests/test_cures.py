@@ -24,10 +24,10 @@ from infinity.core.errors import BudgetError, ConfigError, DirectoryError
 from infinity.core.sizes import MiB, parse_size
 from infinity.storage.memory import HostMapping
 
+from .command_line import mounted, need_root
 from .offloaded import wrap_adamw
 from .planned import planned
 from .quick import covering
-from .test_arena import mounted, need_root
 
 EXAMPLE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
 #: 0.5 M parameters: 2 MB as it is built, 9 MB on NVMe.
@@ -105,10 +105,6 @@ BUDGETS = {
     "too little device memory": ["--host-memory", "64MiB", "--device-memory", "128KiB", *CHUNKS],
     "too little of both": ["--host-memory", "1MiB", "--device-memory", "128KiB", *CHUNKS],
     "chunks that are too large": [*ON_NVME, "--host-memory", "3MiB", "--device-memory", "16MiB"],
-    "too much for activations": [
-        *("--host-memory", "64MiB", "--device-memory", "16MiB", "--activations", "host", "--recompute"),
-        *("--activation-memory", "80MiB"),
-    ],
     "a second copy": [
         *("--update", "delayed", "--optimizer-state", "nvme", "--gradients", "nvme", *CHUNKS),
         *("--host-memory", "2MiB", "--device-memory", "16MiB"),
@@ -267,10 +263,6 @@ WRAPS: dict[str, dict[str, Any]] = {
     "too little host memory": {"host_memory": "1MiB", "device_memory": "8MiB"},
     "too little device memory": {"host_memory": "64MiB", "device_memory": "200KiB"},
     "too little of both": {"host_memory": "1MiB", "device_memory": "200KiB"},
-    "too much for activations": {
-        **{"host_memory": "16MiB", "device_memory": "8MiB", "activations": "host"},
-        "activation_memory": "20MiB",
-    },
     "a second copy": {
         **{"host_memory": "2MiB", "device_memory": "8MiB", "update": "delayed"},
         **{"optimizer_state": "nvme", "gradients": "nvme"},

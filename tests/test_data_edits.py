@@ -1,5 +1,5 @@
 """Edits of parameters on the device that torch does not count, `p.data.mul_()` and numpy, and swaps,
-`p.data = t`: the next update takes them over, or somebody is told. `check_edits` is not on."""
+`p.data = t`: the next update takes them over, or somebody is told."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 def wrapped(folder: Path, seed: int = 0, **settings: Any) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = Net()
-    given = {"parameters": "device", "optimizer_state": "host", "gradients": "host", "output_dtype": None}
+    given = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
     folder.mkdir(exist_ok=True)
     return wrap_adamw(model, config_for(folder, **{**given, **settings}), lr=1e-3)
 

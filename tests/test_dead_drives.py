@@ -20,7 +20,7 @@ from .faults import FaultFS, build, missing_means
 
 pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.serial]
 
-#: Seconds for an end. A drive has 120 (`io_deadline`), and a thread that it keeps in the system more.
+#: Seconds for an end. A drive has 120, and a thread that it keeps in the system more.
 LIMIT = 60
 
 
@@ -116,7 +116,7 @@ make_known()
 lagging = lagging_cuda()
 lagging.__enter__()  # for good
 tiers = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
-memory = {"device_memory": "176KiB", "prefetch_memory": "64KiB", "host_memory": "256MiB"}
+memory = {"device_memory": "176KiB", "host_memory": "256MiB"}
 names = {"device": "cpu", "dtype": "bf16", "units": ["Block", "head"]}
 config = infinity.Config(nvme=sys.argv[1], **names, **tiers, **memory)
 model = Net()

@@ -1,4 +1,4 @@
-"""Settings files of DeepSpeed: `Config.from_deepspeed`, and the schedulers of `infinity.optim`."""
+"""Settings files of DeepSpeed: `config_from`, `scheduler_from` and `infinity plan --deepspeed`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import infinity
 from infinity import Config
 from infinity.cli.main import run
 from infinity.core.errors import ConfigError
-from infinity.optim import deepspeed_scheduler
+from infinity.integrations.deepspeed import config_from, scheduler_from
 
 from .small_net import build, tokens
 from .test_ecosystem import need
@@ -393,13 +393,13 @@ MAPPED = (
 
 def translated(settings: Settings) -> tuple[Config, list[str]]:
     of_trainer = settings.get("gradient_accumulation_steps") == "auto"
-    return Config.from_deepspeed(settings, ARGUMENTS if of_trainer else None)
+    return config_from(settings, ARGUMENTS if of_trainer else None)
 
 
 def refused(settings: Settings, arguments: Any = None) -> str:
     """Return what the error says that has to change."""
     with pytest.raises(ConfigError, match="cannot be taken over") as caught:
-        Config.from_deepspeed(settings, arguments)
+        config_from(settings, arguments)
     return str(caught.value.cure)
 
 
@@ -426,7 +426,7 @@ def test_a_published_file_is_translated_or_the_error_names_the_keys(name: str, t
     assert (*found, config.max_grad_norm) == expected
     assert json.dumps(settings) == before
     of_trainer = settings.get("gradient_accumulation_steps") == "auto"
-    assert Config.from_deepspeed(file, ARGUMENTS if of_trainer else None) == (config, notes)
+    assert config_from(file, ARGUMENTS if of_trainer else None) == (config, notes)
     told = " ".join(notes)
     filled = [key for key in BATCHES if settings.get(key) == "auto"]
     lost = [k for k in keys_of(settings) if k.split(".")[-1] not in MAPPED and k not in told]
@@ -460,24 +460,24 @@ def note_of(notes: list[str], key: str) -> str:
 
 
 def test_defaults_of_deepspeed_are_not_ours() -> None:
-    config, notes = Config.from_deepspeed({"fp16": {"enabled": True}})
-    assert (config.loss_scale, config.loss_scale_window, config.max_grad_norm) == (65536.0, 1000, 1.0)
-    assert config.output_dtype == "auto"
+    config, notes = config_from({"fp16": {"enabled": True}})
+    assert (config.loss_scale, config.max_grad_norm) == (65536.0, 1.0)
     assert "since version 0.19.3" in note_of(notes, "gradient_clipping")
     assert "from overflow number 2 on" in note_of(notes, "fp16.loss_scale")
-    config, notes = Config.from_deepspeed({**BF16, "gradient_clipping": 0})
-    assert (config.max_grad_norm, config.output_dtype) == (None, None)
+    assert "after 1000 steps" in note_of(notes, "fp16.loss_scale")
+    config, notes = config_from({**BF16, "gradient_clipping": 0})
+    assert config.max_grad_norm is None
     assert "not all finite" in note_of(notes, "bf16.check_grad_overflow")
     assert config.skip_nonfinite
     assert "rounds the initial parameters to bf16" in note_of(notes, "bf16.enabled")
     assert config.optimizer_state == "device"  # and `Config()` has it on the host
-    config, notes = Config.from_deepspeed({"bf16": {"enabled": True, "check_grad_overflow": False}})
+    config, notes = config_from({"bf16": {"enabled": True, "check_grad_overflow": False}})
     assert not any("finite" in note for note in notes)
     assert not config.skip_nonfinite
     accumulating = {**BF16, "gradient_accumulation_steps": 2}
     key, in_fp32 = "data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp32"}}
-    assert "here they are added in fp32" in note_of(Config.from_deepspeed(accumulating)[1], key)
-    assert not any(n.startswith(key) for n in Config.from_deepspeed({**accumulating, **in_fp32})[1])
+    assert "here they are added in fp32" in note_of(config_from(accumulating)[1], key)
+    assert not any(n.startswith(key) for n in config_from({**accumulating, **in_fp32})[1])
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_defaults_of_deepspeed_are_not_ours() -> None:
     ],
 )
 def test_optimizers_have_the_defaults_of_deepspeed(kind: str, params: Settings, said: str) -> None:
-    _, notes = Config.from_deepspeed({"optimizer": {"type": kind, "params": params}})
+    _, notes = config_from({"optimizer": {"type": kind, "params": params}})
     note = note_of(notes, "optimizer.type")
     assert said in note
     made = note.split(": ", 1)[1].removesuffix(".")
@@ -508,18 +508,18 @@ def test_optimizers_have_the_defaults_of_deepspeed(kind: str, params: Settings, 
 
 def test_auto_is_what_trainer_fills_in() -> None:
     settings = {**AUTO, "bf16": {"enabled": "auto"}, "fp16": FP16, "optimizer": ADAM}
-    config, notes = Config.from_deepspeed(settings, ARGUMENTS)
+    config, notes = config_from(settings, ARGUMENTS)
     assert (config.dtype, config.max_grad_norm) == ("bf16", None)
     made = "torch.optim.AdamW(parameters, lr=2e-05, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1)"
     assert made in note_of(notes, "optimizer.type")
     assert "all parameters are in one group" in note_of(notes, "optimizer.type")
     half = SimpleNamespace(bf16=False, fp16=True)
-    config, notes = Config.from_deepspeed(settings, half)
+    config, notes = config_from(settings, half)
     assert (config.dtype, config.max_grad_norm) == ("fp16", 1.0)
     assert "lr=learning_rate, betas=(adam_beta1, adam_beta2)" in note_of(notes, "optimizer.type")
     assert "enabled: give the `arguments`" in refused(settings)
-    assert Config.from_deepspeed({**settings, **BF16})[0].dtype == "bf16"
-    assert Config.from_deepspeed(settings, SimpleNamespace(bf16=False, fp16=False))[0].dtype == "fp32"
+    assert config_from({**settings, **BF16})[0].dtype == "bf16"
+    assert config_from(settings, SimpleNamespace(bf16=False, fp16=False))[0].dtype == "fp32"
     wrong = {"gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 1, **BF16}
     cure = refused(wrong, ARGUMENTS)
     assert 'gradient_clipping: write "auto", or 1 as in the arguments' in cure
@@ -528,7 +528,7 @@ def test_auto_is_what_trainer_fills_in() -> None:
     assert "gradient_clipping: write" in refused(BF16, clips)  # DeepSpeed clips at 1, Trainer at 0.5
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_arguments_may_be_those_of_transformers(tmp_path: Path) -> None:
     need("accelerate")  # without which transformers has no TrainingArguments
     transformers = need("transformers")
@@ -536,11 +536,11 @@ def test_arguments_may_be_those_of_transformers(tmp_path: Path) -> None:
         tmp_path, bf16=True, max_steps=20, warmup_steps=2, use_cpu=True
     )
     settings = {**AUTO, **DTYPES, "optimizer": ADAM, "scheduler": DECAY}
-    config, notes = Config.from_deepspeed(settings, arguments)
+    config, notes = config_from(settings, arguments)
     assert (config.dtype, config.max_grad_norm) == ("bf16", None)
     assert "lr=5e-05, betas=(0.9, 0.999)" in note_of(notes, "optimizer.type")
     optimizer = adam()
-    deepspeed_scheduler(settings, optimizer, arguments)
+    scheduler_from(settings, optimizer, arguments)
     assert rates(settings, arguments, steps=None, count=4) == [0, 0, 5e-05, 5e-05]
 
 
@@ -548,44 +548,42 @@ def test_places_and_directories(tmp_path: Path) -> None:
     drive, other = str(tmp_path / "a"), str(tmp_path / "b")
     state = {"device": "nvme", "nvme_path": drive, "ratio": 0.75}
     zero: Settings = {"stage": 3, "offload_optimizer": state}
-    config, notes = Config.from_deepspeed({"zero_optimization": zero})
+    config, notes = config_from({"zero_optimization": zero})
     assert (config.optimizer_state, config.directories) == ({"nvme": 0.75, "device": 0.25}, (drive,))
     assert "Config(gradients='nvme')" in note_of(notes, "zero_optimization.offload_optimizer.device")
     zero["offload_param"] = {"device": "nvme", "nvme_path": other}
-    config, notes = Config.from_deepspeed({"zero_optimization": zero})
+    config, notes = config_from({"zero_optimization": zero})
     assert config.directories == (drive, other)
     assert "share is 1e+09 divided by" in note_of(notes, "zero_optimization.offload_param.max_in_cpu")
     assert "both directories" in note_of(notes, "nvme_path")
     zero["offload_param"]["max_in_cpu"] = 0
-    assert not any("max_in_cpu" in note for note in Config.from_deepspeed({"zero_optimization": zero})[1])
+    assert not any("max_in_cpu" in note for note in config_from({"zero_optimization": zero})[1])
     del state["nvme_path"]
     assert "nvme_path: name a directory" in refused({"zero_optimization": zero})
     state["nvme_path"] = drive
-    _, notes = Config.from_deepspeed(
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {**state, "ratio": 1}}}
-    )
+    _, notes = config_from({"zero_optimization": {"stage": 1, "offload_optimizer": {**state, "ratio": 1}}})
     assert "DeepSpeed keeps it in host memory" in note_of(notes, "zero_optimization.offload_optimizer.device")
     second: Settings = {"stage": 2, "offload_param": {"device": "cpu"}}
-    config, notes = Config.from_deepspeed({"zero_optimization": second})
+    config, notes = config_from({"zero_optimization": second})
     assert config.parameters == "device"
     assert "DeepSpeed ignores this key" in note_of(notes, "zero_optimization.offload_param.device")
-    assert Config.from_deepspeed({"zero_optimization": True})[0].zero_stage == 1
-    assert Config.from_deepspeed({})[0].zero_stage == 0
+    assert config_from({"zero_optimization": True})[0].zero_stage == 1
+    assert config_from({})[0].zero_stage == 0
 
 
 def test_a_file_may_have_comments_and_no_key_twice(tmp_path: Path) -> None:
     file = tmp_path / "annotated.json"
     file.write_text('{\n// why\n"bf16": {"enabled": true,}, # yes\n"name": "a//b,}", /* no */}', "utf-8")
-    config, notes = Config.from_deepspeed(file)
+    config, notes = config_from(file)
     assert config.dtype == "bf16"
     assert note_of(notes, "name") == 'name = "a//b,}": left out; DeepSpeed does not know this key either.'
     for text in ('{"bf16": {}, "bf16": {}}', "[1]", "zero_stage: 3", ""):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match="cannot read"):
-            Config.from_deepspeed(os.fspath(file))
+            config_from(os.fspath(file))
     for wrong in (tmp_path / "none.json", None, 3):
         with pytest.raises(ConfigError, match="cannot read"):
-            Config.from_deepspeed(wrong)  # type: ignore[arg-type]
+            config_from(wrong)  # type: ignore[arg-type]
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -611,7 +609,7 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     elements = result["parameters"] / 2
     assert result["nvme"]["optimizer state"] == pytest.approx(elements * 8, rel=0.05)  # Lion's, with masters
     assert result["per_step"]["tokens"] == 32 * 256
-    assert result["notes"] == Config.from_deepspeed(settings, SimpleNamespace(bf16=True, fp16=False))[1]
+    assert result["notes"] == config_from(settings, SimpleNamespace(bf16=True, fp16=False))[1]
     more = ("--parameters", "device", "--batch", "1", "--optimizer-state", "host", "--dtype", "fp16")
     code, result = plan(capsys, "--deepspeed", str(file), *more)
     assert (code, result["dtype"], result["per_step"]["tokens"]) == (0, "fp16", 2 * 256)
@@ -791,7 +789,7 @@ def adam() -> torch.optim.AdamW:
 
 def rates(settings: Settings, arguments: Any = None, *, steps: int | None = None, count: int) -> list[float]:
     optimizer = adam()
-    scheduler = deepspeed_scheduler(settings, optimizer, arguments, steps=steps)
+    scheduler = scheduler_from(settings, optimizer, arguments, steps=steps)
     found = []
     for _ in range(count):
         found.append(optimizer.param_groups[0]["lr"])
@@ -814,7 +812,7 @@ def test_one_cycle_sets_betas_of_a_wrapped_optimizer_and_goes_on(config: Config,
 
     def train(steps: int, state: Settings | None) -> Settings:
         model, optimizer = infinity.wrap(*build(), config)
-        scheduler = deepspeed_scheduler(settings, optimizer)
+        scheduler = scheduler_from(settings, optimizer)
         if state is not None:
             infinity.load(optimizer, tmp_path / "saved", state=state | {"scheduler": scheduler})
         for step in range(steps):
@@ -851,7 +849,7 @@ def test_one_cycle_sets_betas_of_a_wrapped_optimizer_and_goes_on(config: Config,
 )
 def test_a_scheduler_that_cannot_be_made(scheduler: Settings | None, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        deepspeed_scheduler({} if scheduler is None else {"scheduler": scheduler}, adam())
+        scheduler_from({} if scheduler is None else {"scheduler": scheduler}, adam())
     assert said in str(caught.value)
 
 

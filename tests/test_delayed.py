@@ -132,7 +132,7 @@ def masters_of(model: Any) -> list[torch.Tensor]:
 
 
 def delayed(folder: Path, placement: str = "nvme", **settings: Any) -> infinity.Config:
-    mode = {"update": "delayed", "delay_warmup_steps": WARMUP, "output_dtype": None}
+    mode = {"update": "delayed", "delay_warmup_steps": WARMUP}
     return config_for(folder, **{**PLACEMENTS[placement], **mode, **settings})
 
 
@@ -373,7 +373,7 @@ def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_a_run_goes_on_from_torchs_state_dicts(tmp_path: Path, name: str, placement: str, dtype: str) -> None:
     """As Trainer saves and loads: model and optimizer each on its own, through torch.save."""
-    config = delayed(tmp_path, placement, dtype=dtype, check_edits=True)
+    config = delayed(tmp_path, placement, dtype=dtype)
     files = tmp_path / "model.pt", tmp_path / "optimizer.pt"
 
     def save(adam: OffloadOptimizer, step: int) -> None:

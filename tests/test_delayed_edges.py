@@ -37,7 +37,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"},
 }
 placements = pytest.mark.parametrize(
-    "placement", ["nvme", "resident", pytest.param("host", marks=pytest.mark.slow)]
+    "placement", ["nvme", "resident", pytest.param("host", marks=pytest.mark.nightly)]
 )
 
 
@@ -57,7 +57,7 @@ class Chain(nn.Module):
 def started(folder: Path, placement: str, steps: int = 3, **settings: Any) -> tuple[Any, Any, Any]:
     """A small model after `steps` steps, of which all but the first were delayed."""
     this = case("gpt", layers=2, width=32)
-    mode = {"update": "delayed", "delay_warmup_steps": 1, "output_dtype": None}
+    mode = {"update": "delayed", "delay_warmup_steps": 1}
     folder.mkdir(exist_ok=True)
     config = config_for(folder, **{**PLACEMENTS[placement], **mode, **settings})
     model, adam = infinity.wrap(this.model, torch.optim.AdamW(this.model.parameters(), lr=1e-2), config)
@@ -499,10 +499,10 @@ if sys.argv[3] == "interrupt":
     [
         ("interrupt", "nvme"),
         *(
-            pytest.param(how, placement, marks=pytest.mark.slow)
+            pytest.param(how, placement, marks=pytest.mark.nightly)
             for how, placement in itertools.product(("end", "raise"), ("nvme", "resident"))
         ),
-        pytest.param("interrupt", "resident", marks=pytest.mark.slow),
+        pytest.param("interrupt", "resident", marks=pytest.mark.nightly),
     ],
 )
 def test_the_interpreter_ends_with_a_delayed_update_under_way(
@@ -512,7 +512,6 @@ def test_the_interpreter_ends_with_a_delayed_update_under_way(
     assert (done.returncode == 0) == (how == "end"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt"), done.stderr
     assert "Exception ignored" not in done.stderr
-    assert not list(tmp_path.glob("infinity/*")), "the arena is removed at exit"
 
 
 @placements

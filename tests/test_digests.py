@@ -17,7 +17,7 @@ from . import digests
 LIMIT = 1200
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_computed_is_what_was(tmp_path: Path) -> None:
     """Where the record is another machine's, its commit is built and run here too."""
     record = json.loads(digests.RECORD.read_text())

@@ -1,4 +1,4 @@
-"""`infinity doctor` and what it knows from infinity.hardware.probe."""
+"""`infinity doctor`, and the facts of a machine that it shows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from click.testing import CliRunner
 from infinity.cli import doctor
 from infinity.cli.doctor import Finding, doctor_command, examine, shadows, worst
 from infinity.cli.main import run as run_cli
+from infinity.cli.tune import remember
 from infinity.core.errors import BuildError
 from infinity.hardware import cpu_adam, probe
-from infinity.hardware.tuned import TunedSettings, remember
+from infinity.hardware.tuned import TunedSettings
 
 
 @pytest.fixture(autouse=True)
@@ -181,14 +182,14 @@ def test_an_instruction_set_that_is_forced_low_shows(monkeypatch: pytest.MonkeyP
 
 
 def test_low_limits_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "memlock_limit", lambda: 8 << 20)
-    monkeypatch.setattr(probe, "aio_contexts", lambda: (65000, 65536))
+    monkeypatch.setattr(doctor, "memlock_limit", lambda: 8 << 20)
+    monkeypatch.setattr(doctor, "aio_contexts", lambda: (65000, 65536))
     monkeypatch.setattr(probe, "available_host_memory", lambda: 1 << 30)
     monkeypatch.setattr(probe, "cgroup_memory_limit", lambda: 2 << 30)
     findings = list(doctor.memory())
     assert {f.name for f in findings if f.status == "warning"} >= {"memlock", "aio-max-nr", "host memory"}
     assert "2.00 GiB" in status_of(findings, "cgroup").found
-    monkeypatch.setattr(probe, "aio_contexts", lambda: None)
+    monkeypatch.setattr(doctor, "aio_contexts", lambda: None)
     assert status_of(list(doctor.memory()), "aio-max-nr").status == "warning"
 
 
@@ -203,13 +204,13 @@ def test_two_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_directory_far_from_the_gpu_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = probe.describe_directory(str(tmp_path))
+    facts = doctor.describe_directory(str(tmp_path))
     drive = probe.BlockDevice("nvme0n1", "259:0", "Fast", "S1", False, 1)
     mount = probe.Mount("/", "ext4", "/dev/nvme0n1", ("rw",))
-    monkeypatch.setattr(probe, "describe_directory", lambda path: facts._replace(drive=drive, mount=mount))
-    gpu = probe.Gpu(0, "GPU", "9.0", 1 << 30, 1 << 30, "0000:01:00.0", 0)
+    monkeypatch.setattr(doctor, "describe_directory", lambda path: facts._replace(drive=drive, mount=mount))
+    gpu = doctor.Gpu(0, "GPU", "9.0", 1 << 30, 1 << 30, "0000:01:00.0", 0)
     for node, status in ((0, "warning"), (1, "ok")):
-        monkeypatch.setattr(probe, "gpus", lambda node=node: (gpu._replace(numa_node=node),))
+        monkeypatch.setattr(doctor, "gpus", lambda node=node: (gpu._replace(numa_node=node),))
         found = status_of(list(doctor.directory(str(tmp_path))), f"{tmp_path}: NUMA")
         assert found.status == status
 
@@ -228,8 +229,8 @@ def test_memory_is_no_drive() -> None:
 
 
 def test_a_directory_without_direct_io_or_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = probe.describe_directory(str(tmp_path))._replace(direct=False, alignment=0, free=1 << 20)
-    monkeypatch.setattr(probe, "describe_directory", lambda path: facts)
+    facts = doctor.describe_directory(str(tmp_path))._replace(direct=False, alignment=0, free=1 << 20)
+    monkeypatch.setattr(doctor, "describe_directory", lambda path: facts)
     findings = list(doctor.directory(str(tmp_path)))
     assert status_of(findings, f"{tmp_path}: O_DIRECT").status == "warning"
     assert status_of(findings, f"{tmp_path}: free").status == "warning"
@@ -239,23 +240,23 @@ def test_a_directory_without_direct_io_or_room(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_facts_of_a_directory(tmp_path: Path) -> None:
-    facts = probe.describe_directory(str(tmp_path))
+    facts = doctor.describe_directory(str(tmp_path))
     assert facts.path == str(tmp_path)
     assert facts.writable
     assert 0 < facts.free <= facts.total
     assert facts.mount is not None
     assert str(tmp_path).startswith(facts.mount.point)
     assert list(tmp_path.iterdir()) == []
-    shm = probe.describe_directory("/dev/shm")  # a mount of its own, or a folder of /dev
+    shm = doctor.describe_directory("/dev/shm")  # a mount of its own, or a folder of /dev
     point = "/dev/shm" if os.path.ismount("/dev/shm") else "/dev"
     assert shm.mount is not None
     assert (shm.mount.point, shm.drive) == (point, None)
     assert shm.mount.filesystem in ("tmpfs", "devtmpfs")
-    assert not probe.describe_directory("/proc").writable
+    assert not doctor.describe_directory("/proc").writable
     with pytest.raises(FileNotFoundError):
-        probe.describe_directory("/missing")
+        doctor.describe_directory("/missing")
     with pytest.raises(NotADirectoryError):
-        probe.describe_directory(__file__)
+        doctor.describe_directory(__file__)
 
 
 def test_a_mount_point_with_a_space_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +265,9 @@ def test_a_mount_point_with_a_space_is_read(monkeypatch: pytest.MonkeyPatch) -> 
         "30 22 259:1 / /mnt/my\\040drive rw,noatime shared:5 - xfs /dev/nvme0n1p1 rw,attr2\n"
         "31 30 0:99 / /mnt/my\\040drive rw - btrfs /dev/sdb rw\n"
     )
-    real = probe._text
+    real = probe.text_of
     monkeypatch.setattr(
-        probe, "_text", lambda file: lines if file == Path("/proc/self/mountinfo") else real(file)
+        probe, "text_of", lambda file: lines if file == Path("/proc/self/mountinfo") else real(file)
     )
     found = probe.mount_of("/mnt/my drive/run")
     assert found == probe.Mount("/mnt/my drive", "btrfs", "/dev/sdb", ("rw",))
@@ -307,13 +308,13 @@ def test_lists_of_cores(text: str, cpus: set[int]) -> None:
 def test_the_locked_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda which: infinite)
-    assert probe.memlock_limit() is None
+    assert doctor.memlock_limit() is None
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    assert probe.memlock_limit() in (65536, None)  # None: with CAP_IPC_LOCK
+    assert doctor.memlock_limit() in (65536, None)  # None: with CAP_IPC_LOCK
     monkeypatch.setattr(probe.Path, "read_text", lambda self: "CapEff:\t0000000000000000\n")
-    assert probe.memlock_limit() == 65536
+    assert doctor.memlock_limit() == 65536
     monkeypatch.setattr(probe.Path, "read_text", lambda self: "CapEff:\t0000000000004000\n")
-    assert probe.memlock_limit() is None
+    assert doctor.memlock_limit() is None
 
 
 def test_a_cgroup_limit_is_the_tightest_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +331,7 @@ def test_a_cgroup_limit_is_the_tightest_above(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.gpu
 def test_gpus_are_known_and_memory_can_be_pinned() -> None:
-    found = probe.gpus()
+    found = doctor.gpus()
     assert found
     assert all(gpu.total >= gpu.free > 0 and gpu.name for gpu in found)
     findings = list(doctor.devices())

@@ -701,9 +701,7 @@ def _one_thread() -> None:
 @covering
 @pytest.mark.parametrize(
     ("budget", "where"),
-    quick(
-        itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")], []
-    ),
+    quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DOORS)

@@ -113,12 +113,14 @@ def in_torch(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {n: m.detach() for n, m in masters.items()}
 
 
-def test_nothing_is_cast_unless_asked() -> None:
-    config = infinity.Config()
-    assert config.dtype is None
-    assert config.cast_outputs is None
-    assert config.replace(dtype="bf16").cast_outputs is torch.float32
-    assert config.replace(output_dtype="fp16").cast_outputs is torch.float16
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
+def test_outputs_are_not_cast(dtype: str | None, tmp_path: Path) -> None:
+    made = case("gpt")
+    assert infinity.Config().dtype is None
+    model = infinity.inference(made.model, config_for(tmp_path, dtype=dtype))
+    logits = model(made.batches[0]["tokens"])
+    assert logits.dtype is parse_dtype(dtype or "fp32")
+    infinity.close(model)
 
 
 @pytest.mark.parametrize("update", quick(UPDATES, ["overlap"]))
@@ -132,7 +134,7 @@ def test_a_model_of_one_dtype_is_trained_as_if_that_were_named(
     for given in (None, dtype):
         made = case("gpt")
         made.model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-        config = config_for(tmp_path, **settings, dtype=given, output_dtype=None)
+        config = config_for(tmp_path, **settings, dtype=given)
         found.append(train_offloaded(made, config, steps=4))
     assert_same(*found)
 
@@ -377,7 +379,7 @@ def test_what_a_class_lists_is_fp32_as_from_pretrained_has_it(
     model.save_pretrained(tmp_path / "model")
     plain = type(model).from_pretrained(tmp_path / "model", dtype=parse_dtype(dtype)).train()
     masters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    config = config_for(tmp_path, dtype=dtype, output_dtype=None, loss_scale=SCALE, **PLACES[place])
+    config = config_for(tmp_path, dtype=dtype, loss_scale=SCALE, **PLACES[place])
     model, adam = infinity.wrap(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2), config)
     assert dtypes_in(model) == dtypes_in(plain)
     assert (torch.float32 in dtypes_in(model).values()) is ((kind, dtype) != ("t5", "bf16"))
@@ -420,7 +422,7 @@ class Around(nn.Module):
 
 def test_modules_inside_list_too_and_frozen_parameters_are_no_exception(tmp_path: Path) -> None:
     wanted = {"inner.model.layers.1.mlp.gate.weight", "mine.weight", "mine.bias"}
-    config = config_for(tmp_path, dtype="bf16", output_dtype=None)
+    config = config_for(tmp_path, dtype="bf16")
     model = Around()
     trained = [p for p in model.parameters() if p.requires_grad]
     (tmp_path / "used").mkdir()
@@ -433,7 +435,7 @@ def test_modules_inside_list_too_and_frozen_parameters_are_no_exception(tmp_path
     infinity.close(used)
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_adapters_leave_what_a_class_lists_in_fp32(tmp_path: Path) -> None:
     peft = need("peft")
     config = peft.LoraConfig(target_modules=["q_a_proj"], modules_to_save=["gate"])

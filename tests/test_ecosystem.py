@@ -30,7 +30,7 @@ from .command_line import python
 from .models import huggingface
 from .offloaded import config_for, wrap_adamw
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 STEPS = 10
 
@@ -127,7 +127,7 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=built, **special)
 
 
-# -- the Trainer and its kin ---------------------------------------------------------------------
+# -- accelerate, and what tests of trainers share -----------------------------------------------------
 
 
 def arguments(out: Path, **settings: Any) -> dict[str, Any]:
@@ -157,29 +157,6 @@ def watch(seen: Seen) -> Any:
     return Watch()
 
 
-def trainer(wrap: Wrap, out: Path, seen: Seen) -> None:
-    need("accelerate")
-    import transformers
-
-    model = llama()
-    model, optimizer = wrap(model, adamw(model))
-    run = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
-            **arguments(out, save_strategy="steps", save_steps=5, eval_strategy="steps", eval_steps=5),
-            gradient_accumulation_steps=2,
-            gradient_checkpointing=True,
-        ),
-        train_dataset=examples(),
-        eval_dataset=examples()[:4],
-        optimizers=(optimizer, schedule(optimizer)),
-        callbacks=[watch(seen)],
-    )
-    run.train()
-    run.train(resume_from_checkpoint=str(out / "checkpoint-5"))
-    seen.keep(model.state_dict())
-
-
 def accelerate(wrap: Wrap, out: Path, seen: Seen) -> None:
     accelerator = need("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = llama()
@@ -201,63 +178,6 @@ def accelerate(wrap: Wrap, out: Path, seen: Seen) -> None:
     seen.keep(accelerator.unwrap_model(model).state_dict())
 
 
-def lightning(wrap: Wrap, out: Path, seen: Seen) -> None:
-    L = need("lightning")
-
-    class Net(L.LightningModule):  # type: ignore[misc,name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = llama()
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            loss = self.model(**batch).loss
-            seen.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return self.optimizer
-
-        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-            seen.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 1.0)))
-
-    net = Net()
-    net, net.optimizer = wrap(net, adamw(net))
-    run = L.Trainer(
-        max_steps=STEPS,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-    )
-    run.fit(net, torch.utils.data.DataLoader(examples(), batch_size=2))
-    seen.keep(net.state_dict())
-
-
-# -- TRL -----------------------------------------------------------------------------------------
-
-
-def sft(wrap: Wrap, out: Path, seen: Seen, **settings: Any) -> None:
-    trl, datasets = need("trl"), need("datasets")
-    model = llama()
-    model, optimizer = wrap(model, adamw(model))
-    run = trl.SFTTrainer(
-        model,
-        trl.SFTConfig(**arguments(out), bf16=False, **settings),
-        train_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(40)]}),
-        processing_class=tokenizer(),
-        optimizers=(optimizer, schedule(optimizer)),
-        callbacks=[watch(seen)],
-    )
-    run.train()
-    seen.keep(model.state_dict())
-
-
-def sft_chunked_head(wrap: Wrap, out: Path, seen: Seen) -> None:
-    sft(wrap, out, seen, loss_type="chunked_nll")  # is given lm_head.weight, and slices it
-
-
 def pairs() -> Any:
     rows = {
         "prompt": [words(i, 4) for i in range(40)],
@@ -265,40 +185,6 @@ def pairs() -> Any:
         "rejected": [words(i + 200, 5) for i in range(40)],
     }
     return need("datasets").Dataset.from_dict(rows)
-
-
-def dpo(wrap: Wrap, out: Path, seen: Seen) -> None:
-    trl = need("trl")
-    model, reference = llama(), llama(5).requires_grad_(False)
-    model, optimizer = wrap(model, adamw(model))
-    reference, _ = wrap(reference, torch.optim.AdamW(reference.parameters()))
-    run = trl.DPOTrainer(
-        model,
-        ref_model=reference,
-        args=trl.DPOConfig(**arguments(out), bf16=False),
-        train_dataset=pairs(),
-        processing_class=tokenizer(),
-        optimizers=(optimizer, schedule(optimizer)),
-        callbacks=[watch(seen)],
-    )
-    run.train()
-    seen.keep(model.state_dict())
-
-
-def dpo_lora(wrap: Wrap, out: Path, seen: Seen) -> None:
-    """The trainer adds an adapter of its own: it is built first, then its model is wrapped."""
-    trl = need("trl")
-    run = trl.DPOTrainer(
-        adapted("lora"),
-        args=trl.DPOConfig(**arguments(out), bf16=False),
-        train_dataset=pairs(),
-        processing_class=tokenizer(),
-        callbacks=[watch(seen)],
-    )
-    run.model, run.optimizer = wrap(run.model, adamw(run.model))
-    run.lr_scheduler = schedule(run.optimizer)
-    run.train()
-    seen.keep(run.model.state_dict())
 
 
 # -- PEFT ----------------------------------------------------------------------------------------
@@ -348,13 +234,7 @@ def adapters(kind: str) -> Callable[[Wrap, Path, Seen], None]:
 
 
 CASES: dict[str, Callable[[Wrap, Path, Seen], None]] = {
-    "Trainer": trainer,
     "accelerate": accelerate,
-    "Lightning": lightning,
-    "SFTTrainer": sft,
-    "SFTTrainer, chunked head": sft_chunked_head,
-    "DPOTrainer": dpo,
-    "DPOTrainer, LoRA": dpo_lora,
     **{f"PEFT, {kind}": adapters(kind) for kind in ("lora", "dora", "ia3", "prompt", "saved", "embedding")},
 }
 
@@ -424,45 +304,11 @@ def test_a_run_with_adapters_loads_no_frozen_unit(tmp_path: Path) -> None:
         wrap.close()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_trainer_resumes_delayed_updates_bit_for_bit(dtype: str, tmp_path: Path) -> None:
-    need("accelerate")
-    import transformers
-
-    def go_on_from(checkpoint: Path | None) -> tuple[Seen, dict[str, torch.Tensor]]:
-        folder = tmp_path / ("again" if checkpoint else "whole")
-        folder.mkdir()
-        seen, wrap = Seen(), Wrap(folder)
-        model = llama()
-        settings: dict[str, Any] = {"update": "delayed", "delay_warmup_steps": 1, "dtype": dtype}
-        model, optimizer = wrap(model, adamw(model), **settings)
-        try:
-            run = transformers.Trainer(
-                model,
-                transformers.TrainingArguments(
-                    **arguments(tmp_path / "out", save_strategy="steps", save_steps=5)
-                ),
-                train_dataset=examples(),
-                optimizers=(optimizer, schedule(optimizer)),
-                callbacks=[watch(seen)],
-            )
-            run.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            return seen, {name: value.clone() for name, value in model.state_dict().items()}
-        finally:
-            wrap.close()
-
-    whole, wanted = go_on_from(None)
-    rest, found = go_on_from(tmp_path / "out" / "checkpoint-5")
-    assert len(rest.losses) == STEPS - 5
-    assert (rest.losses, rest.norms) == (whole.losses[5:], whole.norms[5:])
-    assert all(map(torch.equal, found.values(), wanted.values()))
-
-
 # -- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "parameters", [pytest.param("device", marks=pytest.mark.slow), "nvme", {"device": 0.5, "host": 0.5}]
+    "parameters", [pytest.param("device", marks=pytest.mark.nightly), "nvme", {"device": 0.5, "host": 0.5}]
 )
 def test_checkpoints_of_libraries_have_every_tensor(parameters: Any, tmp_path: Path) -> None:
     """They take tensors over one storage as tied: what they write is what they write of the plain model."""

@@ -24,7 +24,7 @@ from .quick import quick
 from .test_ecosystem import adapted, llama, need, tokens
 from .test_export import assert_equal, tensors_in
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 KINDS = ["lora", "dora", "ia3", "saved", "embedding", "prompt"]
 
@@ -62,7 +62,7 @@ def state(model: Any, adam: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_alone_and_merged(kind: str, dtype: str, tmp_path: Path) -> None:
     peft = need("peft")
-    model, adam = trained(built(kind), tmp_path / "run", dtype=dtype, output_dtype=None)
+    model, adam = trained(built(kind), tmp_path / "run", dtype=dtype)
     wanted, before = logits(model), state(model, adam)
     infinity.export(model, tmp_path / "alone")
 
@@ -196,7 +196,7 @@ def says_tied(folder: Path) -> bool:
 def test_a_merged_model_says_of_tied_names_what_its_files_have(kind: str, tmp_path: Path) -> None:
     transformers = need("transformers")
     _, tied, right = TIED[kind]
-    model, _ = trained(on_tied_names(kind), tmp_path / "run", dtype="fp32", output_dtype=None)
+    model, _ = trained(on_tied_names(kind), tmp_path / "run", dtype="fp32")
     wanted = logits(model)
     infinity.export(model, tmp_path / "merged", merge_adapters=True)
     assert says_tied(tmp_path / "merged") is tied
@@ -267,7 +267,7 @@ def test_adapters_that_peft_ties_stay_tied_as_the_error_says(tmp_path: Path) -> 
     plain = model_of()
     wanted = run(plain, sgd(plain))
     tied = model_of()
-    config = config_for(tmp_path, dtype="fp32", output_dtype=None)
+    config = config_for(tmp_path, dtype="fp32")
     with pytest.raises(WrapError, match="share memory") as caught:
         infinity.wrap(tied, sgd(tied), config)
     assert re.search(r"to keep them tied[^;]*parametrize[^;]*`docs/libraries\.md`", str(caught.value.cure))
@@ -321,10 +321,10 @@ def test_a_checkpoint_of_a_run_with_adapters_says_what_to_do(tmp_path: Path) -> 
 def test_a_model_of_peft_that_is_used(tmp_path: Path) -> None:
     """Whether a directory has base, adapters or both is said where it is the wrong one; each cure works."""
     peft = need("peft")
-    config = config_for(tmp_path, dtype="fp32", output_dtype=None, parameters="nvme")
+    config = config_for(tmp_path, dtype="fp32", parameters="nvme")
     paths = {name: str(tmp_path / name) for name in ("base", "alone", "merged", "saved", "base saved")}
     llama().save_pretrained(paths["base"])
-    model, adam = trained(built("lora"), tmp_path / "run", dtype="fp32", output_dtype=None)
+    model, adam = trained(built("lora"), tmp_path / "run", dtype="fp32")
     wanted = logits(model)
     infinity.save(adam, paths["saved"])
     infinity.export(model, paths["alone"])
@@ -367,7 +367,7 @@ def test_adapters_are_merged_for_good_as_the_error_says(tmp_path: Path) -> None:
     model = built("lora")
     wanted = logits(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    config = config_for(tmp_path, dtype="fp32", output_dtype=None, parameters="nvme")
+    config = config_for(tmp_path, dtype="fp32", parameters="nvme")
     model, adam = infinity.wrap(model, optimizer, config)
     with pytest.raises(
         ReleasedParameterError, match=r"that `infinity.unwrap\(model\)` returns; `infinity.export\(model, "

@@ -32,7 +32,7 @@ from infinity.core.errors import (
     TransferError,
 )
 
-from . import fault_runs, models
+from . import fault_runs, inner, models
 from .command_line import mounted
 from .faults import FaultFS, build, missing_means
 from .quick import quick
@@ -107,11 +107,11 @@ def check_campaign(runs: list[tuple[dict[str, Any], dict[str, Any]]], at_least: 
     assert all(o["errno"] for _, o in fired if o["error"] in ("TransferError", "DeadlineError"))
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.root
 @pytest.mark.serial
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", quick([200, 100], [100], []))
+@pytest.mark.parametrize("count", quick([200, 100], [100]))
 def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error(
     count: int, pytestconfig: pytest.Config
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error(
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_a_fault_at_every_operation_ends_with_the_same_bits_or_a_typed_error() -> None:
     need_means()
@@ -154,7 +154,7 @@ class Training:
             **dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme"),
             **settings,
         }
-        self.config = infinity.Config(nvme=directory, **config)
+        self.config = inner.config(nvme=directory, **config)
 
     def wrap(self) -> Training:
         self.model, self.adam = infinity.wrap(self.model, self.adam, self.config)
@@ -204,7 +204,7 @@ def test_a_full_file_system_is_refused_before_anything_is_touched() -> None:
         with pytest.raises(DirectoryError, match="has not enough free space") as caught:
             run.wrap()
         assert caught.value.errno == errno.ENOSPC
-        assert not list(drive.glob("infinity/*"))
+        assert os.listdir(drive) == []
         run.untouched()
 
 
@@ -229,7 +229,7 @@ def test_space_that_cannot_be_taken_is_refused_before_anything_is_touched(
         with pytest.raises(DirectoryError) as caught:
             run.wrap()
         assert caught.value.errno in (value, errno.ENOSPC)
-        assert not list(fs.path.glob("infinity/*"))
+        assert os.listdir(fs.path) == []
         run.untouched()
 
 
@@ -253,7 +253,7 @@ def test_a_file_system_that_fills_up_during_the_run(faultfs: Path, tmp_path: Pat
         finally:
             with contextlib.suppress(TransferError):  # of the update, where a load told of it first
                 infinity.close(run.adam)
-        assert not list(fs.path.glob("infinity/*"))
+        assert os.listdir(fs.path) == []
 
 
 @pytest.mark.root
@@ -268,7 +268,7 @@ def test_a_mount_that_is_gone(faultfs: Path, tmp_path: Path, where: str) -> None
                 with pytest.raises(TransferError):
                     run.steps(1)
         finally:
-            with pytest.raises(DirectoryError, match="does not allow the removal of the arena"):
+            with contextlib.suppress(TransferError):  # of the update
                 infinity.close(run.adam)
 
 
@@ -444,15 +444,12 @@ def child(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.on_cpu
-def test_two_runs_in_a_directory_then_a_kill_then_a_new_run(tmp_path: Path, undisturbed: list[float]) -> None:
-    with child(_CHILD, tmp_path) as first:
+def test_two_runs_in_a_directory_and_a_kill(tmp_path: Path, undisturbed: list[float]) -> None:
+    with child(_CHILD, tmp_path) as first, Training(tmp_path) as second:
         assert first.stdin is not None
         assert first.stdout is not None
         losses = [float(first.stdout.readline())]
-        run = Training(tmp_path)
-        with pytest.raises(DirectoryError, match="in use by another run"):
-            run.wrap()
-        run.untouched()
+        second.steps(2)
         print(file=first.stdin, flush=True)  # the first goes on, unharmed
         losses.append(float(first.stdout.readline()))
         assert losses == undisturbed[:2]
@@ -460,10 +457,8 @@ def test_two_runs_in_a_directory_then_a_kill_then_a_new_run(tmp_path: Path, undi
         time.sleep(0.02)  # somewhere in a step
         first.kill()
         first.wait(timeout=30)
-    assert list(tmp_path.glob("infinity/*.arena"))
-    with Training(tmp_path) as second:
-        assert second.steps(4) == undisturbed
-    assert not list(tmp_path.glob("infinity/*"))
+        assert second.steps(2) == undisturbed
+    assert os.listdir(tmp_path) == []
 
 
 _STALLED = """
@@ -503,7 +498,6 @@ finally:
             for op in ("read", "write")
         ],
         [("threads", "overlap", "", "write"), ("libaio", "overlap", "closes", "read")],
-        [("libaio", "overlap", "", "read"), ("threads", "delayed", "closes", "write")],
     ),
 )
 def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
@@ -543,7 +537,7 @@ def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
 @pytest.mark.serial
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_drive_that_stops_answering(faultfs: Path, tmp_path: Path, op: str) -> None:
-    """Once it answers again nothing is left behind but the arena, which is the next run's."""
+    """Every call ends with an error, and soon."""
     with FaultFS(faultfs, tmp_path / "fs") as fs:
         run = Training(fs.path, io_deadline=0.5).wrap()
         try:

@@ -21,6 +21,8 @@ from infinity.core import locks
 from infinity.core.errors import ClosedError, InfinityError
 from infinity.hardware import cpu_adam
 
+from . import inner
+
 
 def said_by_child(call: Callable[[], Any], seconds: int = 60) -> Any:
     """Return what `call` returns in a fork of this process; a signal ends one that waits."""
@@ -58,7 +60,7 @@ def test_a_fork_waits_for_nothing_of_its_parent(
 ) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    config = infinity.Config(
+    config = inner.config(
         device="cpu",
         dtype="bf16",
         parameters=tier,

@@ -48,7 +48,7 @@ def matching(patterns: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"], ["lion", "momentum", "sgd"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"]))
 def test_bits_are_those_of_whole_parameters_everywhere(name: str, form: str, tmp_path: Path) -> None:
     make, settings = OPTIMIZERS[name], {"optimizer_state_dtype": form, "optimizer_state_fp32": PATTERNS}
     model, fp32 = case("gpt").model, matching(PATTERNS)
@@ -120,7 +120,6 @@ def given_case(seed: int) -> tuple[Any, ...]:
         "update_depth": random.choice((1, 3)),
         "read_ahead_memory": random.choice((0, "1MiB")),
         "units": random.choice((None, ["Given"])),
-        "output_dtype": None,
     }
     model = Given(Random(built))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -148,7 +147,7 @@ def trained_on_gradients(built: int, make: Any, folder: Path, **settings: Any) -
     return found
 
 
-@pytest.mark.parametrize("seed", quick(range(40), range(4), range(12)))
+@pytest.mark.parametrize("seed", quick(range(40), range(4)))
 def test_each_parameter_has_the_bits_of_the_run_that_keeps_all_in_its_form(seed: int, tmp_path: Path) -> None:
     built, make, settings, patterns = given_case(seed)
     found = trained_on_gradients(built, make, tmp_path / "a", **settings, optimizer_state_fp32=patterns)
@@ -254,11 +253,11 @@ def test_planned_bytes_of_checkpoints_and_arenas_are_those_that_are_there(form: 
             assert {name for name, kind in kinds.items() if kind == "F32"} == matching(PATTERNS)
             assert set(kinds.values()) == {"F32", {"bf16": "BF16", "8bit": "U8"}[form]}
     assert nbytes == checkpoint_nbytes(planned, engine.config)
-    written = [infinity.metrics(optimizer)["nvme/written(TB)"]]
+    written = [infinity.metrics(optimizer)["nvme/written(GiB)"]]
     go_on(model, optimizer, 2, 3)
     engine.states.quiesce()
-    written.append(infinity.metrics(optimizer)["nvme/written(TB)"])
-    assert round((written[1] - written[0]) * 1e12) == engine.footprint.nvme_written_per_step
+    written.append(infinity.metrics(optimizer)["nvme/written(GiB)"])
+    assert round((written[1] - written[0]) * (1 << 30)) == engine.footprint.nvme_written_per_step
     assert sum(engine.footprint.nvme.values()) == sum(plan.nvme_nbytes for plan in engine.tiers.plans)
     infinity.close(optimizer)
 

@@ -26,13 +26,13 @@ def cases_in(output: str) -> int:
 
 @pytest.mark.parametrize(
     ("first", "end"),
-    quick([(0, 12), (12, 40), *((n, n + 40) for n in range(40, 200, 40))], [(0, 12)], [(12, 40), (40, 80)]),
+    quick([(0, 12), (12, 40), *((n, n + 40) for n in range(40, 200, 40))], [(0, 12)]),
 )
 def test_random_programs_do_what_torch_does(first: int, end: int) -> None:
     assert cases_in(run("--seeds", f"{first}:{end}")) == end - first
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(200, 5200, 500))
 def test_many_random_programs_do_what_torch_does(first: int) -> None:
     assert cases_in(run("--seeds", f"{first}:{first + 500}", timeout=3000)) == 500

@@ -191,84 +191,10 @@ def test_autocast_is_refused_wherever_a_unit_begins(where: str, tmp_path: Path) 
     infinity.close(model)
 
 
-def double(module: Any, args: Any) -> None:
-    module.up.weight.data.mul_(2)
-
-
-def test_edits_that_torch_does_not_count_are_found_when_asked_for(tmp_path: Path) -> None:
-    class Editing(Net):
-        edits = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.blocks[0](x)
-            if self.edits:
-                self.blocks[0].register_forward_pre_hook(double)
-            return self.blocks[0](y)  # type: ignore[no-any-return]
-
-    model, optimizer = wrapped(tmp_path, Editing(), check_edits=True)
-    for step in range(2):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        with infinity.gathered(model.blocks[0], write=True):
-            model.blocks[0].up.weight.data.mul_(0.5)  # is kept, and is no edit afterwards
-    with pytest.raises(ParameterChangedError, match="edited"), infinity.gathered(model.blocks[0]):
-        model.blocks[0].up.weight.data.mul_(2)
-    model.edits = True
-    with pytest.raises(ParameterChangedError, match="edited"):
-        model(batch())
-    infinity.close(model)
-
-
-@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
-def test_such_edits_of_parameters_on_the_device_are_found_too(update: str, tmp_path: Path) -> None:
-    """The next update would go on from the master. What the error says keeps the edit."""
-    settings = {"parameters": "device", "optimizer_state": "host", "gradients": "host", "dtype": "bf16"}
-    settings |= {"update": update, "delay_warmup_steps": 2}
-    model, optimizer = wrapped(tmp_path, Net(), check_edits=True, **settings)
-    weight = model.blocks[0].up.weight
-
-    def step(number: int) -> None:
-        model(batch(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for number in range(4):
-        step(number)
-        with torch.no_grad():
-            weight.mul_(1.25)  # torch counts it: is kept
-        infinity.flush(optimizer) if update == "delayed" else None
-        model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
-        optimizer.load_state_dict(optimizer.state_dict())
-    if update == "delayed":
-        infinity.flush(optimizer)
-    weight.data.mul_(0.5)
-    edited = weight.detach().clone()
-    model(batch()).square().mean().backward()
-    for refused in (optimizer.step, optimizer.state_dict, lambda: infinity.unwrap(model)):
-        with pytest.raises(ParameterChangedError, match="does not count"):
-            refused()
-    with infinity.gathered(weight, write=True):
-        pass
-    optimizer.step()
-    optimizer.zero_grad()
-    infinity.flush(optimizer)
-    assert float((weight.detach() - edited).abs().max()) < 0.02
-    infinity.unwrap(model)
-
-
 def elsewhere(model: Any, alias: torch.Tensor) -> None:
-    """A counted edit, and a block that keeps another one, hide nothing."""
+    """A counted edit of another parameter hides nothing."""
     with torch.no_grad():
         model.head.weight.mul_(0.5)
-
-
-def blocked(model: Any, alias: torch.Tensor) -> None:
-    with infinity.gathered(model.head.weight, write=True):
-        model.head.weight.data.mul_(0.5)
-
-
-def loaded(model: Any, alias: torch.Tensor) -> None:
-    model.load_state_dict({"head.weight": torch.ones(64, 64)}, strict=False)
 
 
 def evaluated(model: Any, alias: torch.Tensor) -> None:
@@ -282,21 +208,11 @@ def nothing(model: Any, alias: torch.Tensor) -> None:
 
 
 @covering
-@pytest.mark.parametrize(
-    ("where", "update", "then"),
-    [
-        *(("nvme", "overlap", then) for then in (blocked, loaded, evaluated, nothing)),
-        *(("device", "overlap", then) for then in (elsewhere, blocked, loaded)),
-        *(("device", "delayed", then) for then in (elsewhere, blocked, loaded, evaluated, nothing)),
-    ],
-)
+@pytest.mark.parametrize("then", [elsewhere, evaluated, nothing])
 @pytest.mark.parametrize("when", ["before a forward", "before step"])
-def test_no_edit_through_an_alias_is_lost_silently(
-    where: str, update: str, then: Any, when: str, tmp_path: Path
-) -> None:
-    places = RESIDENT if where == "device" else dict.fromkeys(RESIDENT, where)
-    settings = {"update": update, "delay_warmup_steps": 1, "check_edits": True, **places}
-    model, optimizer = wrapped(tmp_path, Net(), **settings)
+def test_no_edit_through_an_alias_is_lost_silently(then: Any, when: str, tmp_path: Path) -> None:
+    """A delayed update is about to replace the edited values."""
+    model, optimizer = wrapped(tmp_path, Net(), update="delayed", delay_warmup_steps=1, **RESIDENT)
 
     def step(edit: bool) -> None:
         for moment in ("before a forward", "before step"):
@@ -312,13 +228,11 @@ def test_no_edit_through_an_alias_is_lost_silently(
         alias = model.head.bias.data
     for _ in range(3):
         step(False)
-    if then in (blocked, loaded) and update == "delayed":
-        infinity.flush(model)
-    with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited (where|between)") as error:
+    with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited where") as error:
         step(True)
     # What the error says works, and the other edits count.
-    if "flush" in str(error.value):
-        infinity.flush(model)
+    assert "flush" in str(error.value.cure)
+    infinity.flush(model)
     with infinity.gathered(model.head, write=True):
         model.head.bias.data.fill_(3)
     for _ in range(2):
@@ -345,7 +259,7 @@ def test_an_edit_that_torch_counts_is_kept_by_a_block_of_another_parameter(tmp_p
 
 
 def test_a_step_inside_of_a_block_goes_on_from_its_edits(tmp_path: Path) -> None:
-    model, optimizer = wrapped(tmp_path, Net(), **RESIDENT, check_edits=True)
+    model, optimizer = wrapped(tmp_path, Net(), **RESIDENT)
     with infinity.gathered(model.head, write=True):
         model.head.bias.data = torch.full_like(model.head.bias, 3)
         model.head.weight.data.fill_(2)

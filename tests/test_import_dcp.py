@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
-from infinity.api.import_dcp import import_dcp
 from infinity.cli.main import run
 from infinity.core.errors import CorruptionError, DataError, DirectoryError, InfinityError
+from infinity.integrations.dcp import import_dcp
 from infinity.storage.checkpoints import find
 
 from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of
@@ -85,7 +85,7 @@ def test_it_goes_on(kind: str, recorded: Path, tmp_path: Path) -> None:
     check_that_it_goes_on(recorded / kind, losses, tmp_path / "run")
 
 
-@pytest.mark.full
+@pytest.mark.integration
 @pytest.mark.processes
 def test_what_this_torch_saves_goes_on(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
@@ -266,7 +266,7 @@ def test_two_models_are_told_apart_by_their_names(copied: Path, tmp_path: Path) 
     assert len(foreign.parameters) == 9
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.integration)])
 def test_damage_is_found(seed: int, copied: Path, tmp_path: Path) -> None:
     """Damaged values are errors; so is damaged metadata, or nothing of it mattered, or names are others."""
     path, _ = import_dcp(str(copied), str(tmp_path / "right"))
@@ -296,7 +296,9 @@ def test_damage_is_found(seed: int, copied: Path, tmp_path: Path) -> None:
 ODD = (None, 0, -1, 1 << 70, 0.5, "x", [], [1], {}, (1,), (1 << 40, 1 << 40), torch.float32, torch.Size([3]))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.integration) for seed in range(1, 5))]
+)
 def test_odd_metadata_is_an_error_that_says_so(seed: int, copied: Path, tmp_path: Path) -> None:
     generator = random.Random(seed)
     whole = (copied / ".metadata").read_bytes()

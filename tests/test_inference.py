@@ -81,7 +81,7 @@ def plain(directory: str, kind: str, dtype: str = "fp32") -> Any:
 
 def config_of(folder: Path, **settings: Any) -> infinity.Config:
     folder.mkdir(exist_ok=True)
-    return config_for(folder, **{"output_dtype": None, **settings})
+    return config_for(folder, **settings)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_tokens_and_logits_are_those_of_transformers(
         assert torch.equal(logits(model), logits(wanted))
         assert torch.equal(generated(model), generated(wanted))
     assert cache.peak <= two_units
-    if place == "nvme":
+    if place == "nvme" and kind != "mixtral":  # whose experts are in the files one by one
         assert [(s.arena_nbytes, s.bytes_written) for s in engine_of(model).store.stats()] == [(0, 0)]
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
@@ -312,7 +312,7 @@ def test_figures_are_those_of_a_forward(directory: Any, standing: Any, tmp_path:
     generated(model, tokens=3)
     figures = infinity.metrics(model)
     assert figures["io/read(GB/s)"] > 0
-    assert figures["io/write(GB/s)"] == figures["nvme/written(TB)"] - figures["nvme/written(TB)"]
+    assert figures["io/write(GB/s)"] == figures["nvme/written(GiB)"] - figures["nvme/written(GiB)"]
     assert figures["time_metrics/end_to_end(s)"] > 0
     with infinity.trace(model, tmp_path / "trace.json"):
         generated(model, tokens=3)
@@ -376,16 +376,18 @@ def test_tied_parameters_that_the_file_has_twice(
     assert torch.equal(logits(model), logits(plain(path, "qwen3")))
 
 
-def test_a_conversion_that_only_transformers_can_do(
-    directory: Any, standing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hugging_face, "_targets", lambda *_: None)
+def test_a_conversion_that_only_transformers_can_do(directory: Any, standing: Any, tmp_path: Path) -> None:
     path = directory("mixtral")
     model = standing(path, config_of(tmp_path))
     assert torch.equal(generated(model), generated(plain(path, "mixtral")))
+    assert any(s.arena_nbytes for s in engine_of(model).store.stats())
+    built = class_of("mixtral").from_config(CONFIGS["mixtral"]())
+    with pytest.raises(DataError, match="in another form") as caught:
+        infinity.inference(built, config_of(tmp_path), weights=path)
+    assert caught.value.cure == f"infinity.inference({path!r}, config)"
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "mixtral"])
 def test_values_go_straight_from_the_files(
     kind: str, directory: Any, standing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,7 +655,7 @@ def test_what_it_takes(directory: Any, tmp_path: Path) -> None:
         infinity.inference(with_buffers, config_of(tmp_path), weights=directory("llama"))
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_model_that_accelerate_builds_without_values(
     kind: str, directory: Any, tmp_path: Path, standing: Callable[..., Any]

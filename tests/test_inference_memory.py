@@ -87,9 +87,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "8", folder / "32"]
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.integration)])
 def test_memory_does_not_grow_with_the_model(dtype: str, directories: list[Path], tmp_path: Path) -> None:
     """In bf16 parameters are read in place, in fp32 from a copy."""
     found: list[dict[str, Any]] = []

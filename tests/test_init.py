@@ -289,7 +289,7 @@ def test_from_pretrained(kind: str, tied: bool, tmp_path: Path) -> None:
     assert torch.equal(half.get_input_embeddings().weight, embedding.bfloat16())
 
 
-@pytest.mark.full
+@pytest.mark.integration
 def test_anonymous_memory_of_from_pretrained_is_bounded(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     torch.manual_seed(1)

@@ -86,7 +86,7 @@ def test_another_package_of_this_name_elsewhere_is_an_error(site: Path, tmp_path
     assert str(tmp_path / "megatrain" / "infinity") in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     shutil.copytree(
         REPOSITORY, tmp_path / "copy", ignore=shutil.ignore_patterns(".venv", ".git", "build", "*.so")

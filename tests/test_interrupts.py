@@ -199,19 +199,19 @@ def check(outcomes: list[dict[str, Any]], count: int) -> None:
     assert sum(o["result"] == "typed" for o in outcomes) <= 0.1 * count + 1
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.parametrize(
-    ("first", "count"), quick([(0, 3), (3, 1)], [(0, 3)], [])
+    ("first", "count"), quick([(0, 3), (3, 1)], [(0, 3)])
 )  # the first three: each update
 def test_a_loop_goes_on_after_an_exception_at_any_point(first: int, count: int, tmp_path: Path) -> None:
     check(outcomes_of(tmp_path, "traced", first, count, 250), count)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_200_loops_go_on_after_an_exception_at_any_point(tmp_path: Path) -> None:
     check(outcomes_of(tmp_path, "traced", 0, 200, 3500), 200)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_30_loops_go_on_after_a_signal_at_any_moment(tmp_path: Path) -> None:
     check(outcomes_of(tmp_path, "signal", 0, 30, 3500), 30)

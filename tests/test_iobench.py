@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from infinity.cli.bench import io_fio
 from infinity.cli.bench.group import bench_command
 from infinity.cli.bench.io import (
     Request,
@@ -25,7 +27,7 @@ from infinity.cli.bench.io import (
     read_twice,
     settings_of,
 )
-from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
+from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings, run_pass
 from infinity.cli.main import run as run_cli
 from infinity.core.errors import (
     ConfigError,
@@ -141,7 +143,49 @@ def test_a_person_sees_tables_and_warnings(tmp_path: Path) -> None:
         "submissions",
     ):
         assert text in done.stdout
-    assert "[1/4]" in done.stderr
+    assert done.stderr == ""  # progress is for terminals
+
+
+def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is captured for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    arguments = ["io", str(tmp_path), *SMALL, "--quick", "--no-adam", "--pattern", "read"]
+    done = CliRunner().invoke(bench_command, arguments, catch_exceptions=False)
+    assert "read, auto 64.00 KiB × 4" in done.stderr
+    monkeypatch.setenv("TERM", "dumb")
+    assert CliRunner().invoke(bench_command, arguments, catch_exceptions=False).stderr == ""
+
+
+# ---- plots ----
+
+
+def test_plots_are_drawn_and_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "d").mkdir()
+    machine = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
+    plan = ["plan", "--preset", "llama-3.1-8b", "--machine", machine, "--dtype", "bf16"]
+    bench = ["bench", "io", str(tmp_path / "d"), *SMALL, "--quick", "--no-adam", "--need", "1.5"]
+    for command, name in ((bench, "a.png"), (bench, "b.pdf"), (plan, "a.png"), (plan, "b.pdf")):
+        file = tmp_path / name
+        assert run_cli([*command, "--plot", str(file)]) in (0, 1)  # 1: the run does not fit
+        assert b"atplotlib" in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("plot.txt", "plot.txt"), ("missing/plot.png", "missing"), ("old.png", "a file that is no plot")],
+)
+def test_a_plot_that_cannot_be_written_is_refused_first(
+    name: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old.png").write_text("of the user")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # as if matplotlib were here
+    error = refused("io", str(tmp_path), "--plot", str(tmp_path / name))
+    assert found in str(error.found)
+    assert (tmp_path / "old.png").read_text() == "of the user"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = refused("io", str(tmp_path), "--plot", str(tmp_path / "plot.png"))
+    assert "infinity-offload[plot]" in str(error.cure)
 
 
 @pytest.mark.serial  # in a directory that others know too
@@ -165,11 +209,6 @@ def test_memory_is_not_taken_for_a_drive() -> None:
         (["{}", "--depth", "many"], ConfigError, "many"),
         (["{}", "--backend", "libaoi"], ConfigError, "libaio"),
         (["{}", "--pattern", "reed"], ConfigError, "read"),
-        (["{}", "--order", "scattered"], ConfigError, "--rw=randread"),
-        (["{}", "--sustained", "60"], ConfigError, "--write_bw_log"),
-        (["{}", "--plot", "out.png"], ConfigError, "--json"),
-        (["--full", "{}"], ConfigError, "infinity tune"),
-        (["{}", "--full"], ConfigError, "--block 256KiB,1MiB,4MiB"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: list[str], kind: type, says: str, tmp_path: Path) -> None:
@@ -207,11 +246,11 @@ def test_a_read_only_directory_is_refused() -> None:
 def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
     command = ["-m", "infinity", "bench", "io", str(tmp_path), *SMALL, "--seconds", "30"]
     with started(*command) as child:
-        assert child.stderr is not None
-        for line in child.stderr:
-            if line.startswith("[1/"):
-                break
-        time.sleep(0.3)
+        descriptors, until = Path(f"/proc/{child.pid}/fd"), time.monotonic() + 60
+        while not any(os.path.realpath(each).startswith(str(tmp_path)) for each in descriptors.iterdir()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
         child.send_signal(signal.SIGINT)
         start = time.monotonic()
         _, err = child.communicate(timeout=30)
@@ -329,3 +368,90 @@ def test_lists_of_sizes_are_multiplied() -> None:
     assert kept
     assert said
     assert all(case.job.window(case.settings) <= 32 * MiB for case in kept)
+
+
+# ---- fio ----
+
+
+def fake_fio(folder: Path, body: str) -> None:
+    script = folder / "fio"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"if '--version' in sys.argv: print('fio-9'); sys.exit()\n{body}\n"
+    )
+    script.chmod(0o700)
+
+
+@pytest.fixture
+def _fresh_fio() -> Iterator[None]:
+    io_fio.find_fio.cache_clear()
+    yield
+    io_fio.find_fio.cache_clear()
+
+
+REPORT = """
+way = {"io_bytes": 0, "runtime": 0, "clat_ns": {}}
+engine = next(a.split("=")[1] for a in sys.argv if a.startswith("--ioengine"))
+huge = 2 if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else 1
+busy = {"io_bytes": huge * (10**9 if engine == "libaio" else 2 * 10**9), "runtime": 500,
+        "clat_ns": {"percentile": {"50.000000": 1e6, "99.900000": 3e6}}}
+job = {"read": busy, "write": way, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500, "error": 0}
+print("note: a line of its own"); print(json.dumps({"jobs": [job]}))
+"""
+
+
+@pytest.mark.usefixtures("_fresh_fio")
+def test_the_best_engine_of_fio_is_the_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fio(tmp_path, REPORT)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    place = tmp_path / "d"
+    place.mkdir()
+    found = bench("io", str(place), *SMALL, "--pattern", "read")
+    fio = found["cases"][0]["fio"]
+    assert found["fio"] == "fio-9"
+    assert fio["engine"] == "io_uring"
+    assert fio["huge_pages"]
+    assert fio["bytes_per_second"] == 8e9
+    assert fio["cpu_seconds_per_gb"] == pytest.approx(0.05)
+    assert fio["latency_seconds"] == {"p50": 1e-3, "p99.9": 3e-3}
+    ratios = [rate / 8e9 for rate in found["cases"][0]["repeats"]]
+    assert fio["percent"] == pytest.approx(100 * sum(ratios) / 2)
+
+
+@pytest.mark.usefixtures("_fresh_fio")
+@pytest.mark.parametrize(
+    "body", ["sys.exit(1)", "print('{}')", "print('{\"jobs\": ['); sys.exit('no engine')"]
+)
+def test_a_fio_that_fails_is_a_warning(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fio(tmp_path, body)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    place = tmp_path / "d"
+    place.mkdir()
+    found = bench("io", str(place), *SMALL, "--pattern", "read")
+    assert found["cases"][0]["fio"] is None
+    assert sum("could not run" in text for text in found["warnings"]) == 4
+
+
+@pytest.mark.usefixtures("_fresh_fio")
+def test_without_fio_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = bench("io", str(tmp_path), *SMALL, "--pattern", "read")
+    assert found["fio"] is None
+    assert any("apt install fio" in text for text in found["warnings"])
+
+
+def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
+    settings = Settings("auto", 64 * KiB, 4)
+    with Load(str(tmp_path), 32 * MiB, grain=64 * KiB, window=MiB) as mine:
+        if io_fio.find_fio() is None:
+            with pytest.raises(io_fio.FioFailed, match="not installed"):
+                io_fio.run_fio(mine, settings, Job("read"), 0.1)
+            return
+        for pattern in PATTERNS:
+            result = io_fio.run_fio(mine, settings, Job(pattern), 0.1)
+            assert result.bytes_per_second > 0
+            assert set(result.latency_seconds) == {"p50", "p99", "p99.9"}
+        assert io_fio.run_fio(mine, settings, Job("read"), 0.1, huge=True).bytes_per_second > 0
+    with pytest.raises(io_fio.FioFailed):  # the file is gone
+        io_fio.run_fio(mine, settings, Job("read"), 0.1)
+    assert list(tmp_path.iterdir()) == []

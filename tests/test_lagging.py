@@ -19,9 +19,9 @@ FEW += ["two_threads-device", "left_open-nvme", "reentrant", "captured-host", "s
 FEW += ["interleaved-activations", "streams-delayed-device", "behind_steps-delayed"]
 FEW += ["within-device", "held-host", "beside-activations", "looks-gradients", "chunks-split"]
 FEW += ["backward-device-device-device", "backward-host-nvme-nvme", "backward-reentrant"]
-#: `make test` runs some of these late, and `make test-all` the rest.
+#: `make test` runs some of these late, and `make test-nightly` the rest.
 PARTS = [("late", 0, FEW[n::3]) for n in range(3)]
-#: Each schedule of random order in `make test-all` has some of these.
+#: Each schedule of random order has some of these.
 SEEDS = [(n, FEW[n % 3 :: 3]) for n in range(2, 12)]
 #: What is counted, and the threads that may wait for the device at all.
 COUNTED = ["device-host-host", "device-nvme-host", "host-host-host", "nvme-nvme-nvme", "device-device-host"]
@@ -48,7 +48,6 @@ def run(*arguments: str, what: str = "run", seconds: float = 280) -> subprocess.
             *(("random", n, ALL) for n in range(2, 12)),
         ],
         [*PARTS, ("random", 1, FEW)],
-        [("random", n, some) for n, some in SEEDS],
     ),
     ids=lambda value: f"{len(value)} cases" if isinstance(value, list) else str(value),
 )
@@ -65,9 +64,9 @@ def test_a_late_device_changes_no_bit_and_nothing_is_unordered(
     ("without", "case", "found"),
     [
         ("wait_on_device", "host-host-host", "nothing orders"),
-        pytest.param("after", "device-host-host", "nothing orders", marks=pytest.mark.full),
-        pytest.param("mark", "nvme-nvme-nvme", "nothing orders", marks=pytest.mark.slow),
-        pytest.param("host_wait", "host-device-device", "nothing orders", marks=pytest.mark.slow),
+        pytest.param("after", "device-host-host", "nothing orders", marks=pytest.mark.integration),
+        pytest.param("mark", "nvme-nvme-nvme", "nothing orders", marks=pytest.mark.nightly),
+        pytest.param("host_wait", "host-device-device", "nothing orders", marks=pytest.mark.nightly),
     ],
 )
 def test_an_engine_without_a_wait_is_found(without: str, case: str, found: str) -> None:
@@ -151,7 +150,7 @@ def test_clipping_gradients_waits_for_the_device_where_it_must(case: str) -> Non
         assert counts["copies that block"] <= 1  # the squares of gradients
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("case", "which"),
@@ -159,7 +158,6 @@ def test_clipping_gradients_waits_for_the_device_where_it_must(case: str) -> Non
         [("host-host-host", "0::12"), ("device-host-host", "0::12"), ("activations", "0::12")]
         + [(name, "0:") for name in ("host-host-host", "device-host-host", "nvme-nvme-nvme", "activations")],
         [("host-host-host", "0::12")],
-        [("device-host-host", "0::12"), ("activations", "0::12")],
     ),
 )
 def test_memory_of_the_device_runs_out_anywhere_and_the_batch_is_tried_again(case: str, which: str) -> None:
@@ -169,7 +167,7 @@ def test_memory_of_the_device_runs_out_anywhere_and_the_batch_is_tried_again(cas
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("case", quick(["nvme-host-host", "activations"], [], ["nvme-host-host"]))
+@pytest.mark.parametrize("case", quick(["nvme-host-host", "activations"], ["nvme-host-host"]))
 def test_a_driver_that_refuses_to_pin_leaves_nothing_behind(case: str) -> None:
     """Nothing registered, no error for the next launch; and the same model can be wrapped again."""
     done = run(case, "--registrations", what="faults")

@@ -28,7 +28,7 @@ from .command_line import mounted
 from .ranks import all_well, run_ranks
 from .test_ecosystem import need
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 IMPORTS = ("lightning.pytorch", "tests.test_lightning")
 
@@ -180,7 +180,6 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (found,) = second.trainer.validate(second.module, data(shuffle=False), ckpt_path="best")
     assert found["val"] == pytest.approx(whole.kept.best_model_score.item(), rel=1e-6)
     second.closed()
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 def test_validation_alone_loads_a_checkpoint(tmp_path: Path) -> None:
@@ -362,21 +361,12 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     run.closed()
 
 
-@pytest.mark.parametrize("by", ["wrap", "strategy"])
 @pytest.mark.parametrize("at", [3, 5])  # at the end of an epoch, and in the middle of one
-def test_a_signal_leaves_out_no_batch(by: str, at: int, tmp_path: Path) -> None:
+def test_a_signal_leaves_out_no_batch(at: int, tmp_path: Path) -> None:
+    from infinity.integrations.lightning import newest_checkpoint
+
     def train(module: Any, resume: Any) -> int:
-        if by == "wrap":
-            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-            _, wrapped = infinity.wrap(module, optimizer, infinity.Config(device="cpu", threads=1))
-            module.configure_optimizers = lambda: wrapped
-        run = trainer(
-            tmp_path,
-            "auto" if by == "wrap" else strategy(tmp_path),
-            2,
-            callbacks=[infinity.lightning_callback(tmp_path / "run.ckpt")],
-            enable_checkpointing=False,
-        )
+        run = trainer(tmp_path, strategy(tmp_path), 2, enable_checkpointing=False)
         try:
             run.fit(module, data(), ckpt_path=resume)
         finally:
@@ -393,7 +383,7 @@ def test_a_signal_leaves_out_no_batch(by: str, at: int, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         train(stopped, None)
     assert ended.value.code == 75
-    assert train(module, tmp_path / "run.ckpt") == 8
+    assert train(module, newest_checkpoint(tmp_path)) == 8
     assert len(stopped.losses + module.losses) == 8
 
 
@@ -421,13 +411,12 @@ def ranks() -> None:
     run.closed()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_two_ranks(stage: int, tmp_path: Path) -> None:
     script, torchrun = "from tests.test_lightning import ranks; ranks()", {"TORCHELASTIC_RUN_ID": "none"}
     for count, what in ((2, "train"), (2, "resume"), (1, "resume")):
         given = (str(tmp_path), str(stage), what)
         all_well(run_ranks(count, script, *given, seconds=90, environment=torchrun, imports=IMPORTS))
-    assert not list(tmp_path.rglob("*.arena"))
     assert not list(tmp_path.rglob("*.saving"))
 
 

@@ -124,5 +124,5 @@ def test_metrics_are_figures(wrapped: Wrapped) -> None:
     values = infinity.metrics(optimizer)
     assert values["steps"] == 2
     assert values["grad_norm"] > 0
-    assert values["nvme/written(TB)"] > 0
+    assert values["nvme/written(GiB)"] > 0
     assert all(isinstance(v, str if name == "bound" else float) for name, v in values.items())

@@ -123,16 +123,16 @@ def test_torch_is_asked_for_a_device_only_where_one_may_be(may_have: bool | None
     """`may_have`: what stands for the look at the machine; None: nothing does."""
     code = f"""
 import sys
-from infinity.hardware import probe
+from infinity.cli import machine
 if {may_have} is not None:
-    probe._may_have_gpu = lambda: {may_have}
-said, asked = probe.has_cuda(), "torch" in sys.modules
+    machine._may_have_gpu = lambda: {may_have}
+said, asked = machine.has_cuda(), "torch" in sys.modules
 assert asked or not said
 assert {may_have} in (None, asked)
 import torch
 here = torch.cuda.is_available()
 assert said == here or {may_have} is False
-assert probe.has_cuda() == here  # who has it asks it
+assert machine.has_cuda() == here  # who has it asks it
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr

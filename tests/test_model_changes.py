@@ -80,7 +80,7 @@ def test_a_state_dict_of_a_changed_model_says_what_a_forward_says(wrapped: Wrapp
     train(model, optimizer, 1)
 
 
-@pytest.mark.ecosystem
+@pytest.mark.integration
 def test_an_adapter_that_is_added_to_a_model_of_inference(tmp_path: Path) -> None:
     peft = need("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)

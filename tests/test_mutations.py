@@ -35,8 +35,8 @@ def test_the_table_has_each_point_of_synchronisation_of_the_engine() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(FEW, id="a few", marks=pytest.mark.later),
-        *(pytest.param(names, id=str(n), marks=pytest.mark.slow) for n, names in enumerate(GROUPS)),
+        pytest.param(FEW, id="a few", marks=pytest.mark.integration),
+        *(pytest.param(names, id=str(n), marks=pytest.mark.nightly) for n, names in enumerate(GROUPS)),
     ],
 )
 def test_the_engine_without_a_point_of_synchronisation_is_caught(names: list[str]) -> None:

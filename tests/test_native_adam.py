@@ -23,7 +23,7 @@ SOURCES: dict[str, list[str]] = {
     "dispatch": [],
     "pool": [],
 }
-pytestmark = pytest.mark.full  # compiling takes a minute
+pytestmark = pytest.mark.integration  # compiling takes a minute
 
 COMMON = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread", f"-I{CORE}"]
 

@@ -22,11 +22,12 @@ from infinity.core.errors import (
     DirectoryError,
     ReleasedParameterError,
 )
+from infinity.integrations.deepspeed import config_from, scheduler_from
 
 from .offloaded import config_for
 from .test_ecosystem import Seen, arguments, examples, llama, need, pairs, tokenizer, watch, words
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 STEPS = 7
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -127,7 +128,6 @@ def test_it_does_what_trainer_does(
         assert Path(found.best).name == Path(wanted.best).name == "checkpoint-2"
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "engine" / "final")
     torch.testing.assert_close(dict(saved.state_dict()), found.seen.state, rtol=0, atol=0)
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 def test_it_resumes_in_the_middle_of_an_epoch(
@@ -147,6 +147,21 @@ def test_it_resumes_in_the_middle_of_an_epoch(
     torch.testing.assert_close(dict(exported), rest.seen.state, rtol=0, atol=0)
     assert (rest.seen.losses, rest.seen.norms) == (whole.seen.losses[4:], whole.seen.norms[4:])
     assert all(map(torch.equal, rest.seen.state.values(), whole.seen.state.values()))
+
+
+def test_nothing_is_trained_from_the_last_step_on(
+    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+) -> None:
+    """Trainer itself would make one step more."""
+    cls, settings = offloaded(transformers.Trainer), {**SAVING, **EVALUATING, "save_steps": STEPS}
+    settings["eval_steps"] = STEPS
+    first = Trained(cls, tmp_path / "out", config, **settings)
+    again = Trained(cls, tmp_path / "out", config, resume=True, **settings)
+    assert again.seen.losses == []
+    assert again.trainer.state.global_step == STEPS
+    assert again.best == first.best
+    torch.testing.assert_close(again.seen.state, first.seen.state, rtol=0, atol=0)
+    assert again.checkpoints == first.checkpoints
 
 
 def test_it_resumes_from_a_checkpoint_of_trainer(
@@ -328,6 +343,19 @@ def sft(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
     )
 
 
+def sft_chunked(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
+    """Its loss is given the weight of the head, and slices it."""
+    trl, datasets = need("trl"), need("datasets")
+    return trainer(trl.SFTTrainer)(
+        llama(),
+        trl.SFTConfig(**arguments(folder, max_steps=STEPS), bf16=False, loss_type="chunked_nll"),
+        train_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(40)]}),
+        processing_class=tokenizer(),
+        callbacks=[watch(seen)],
+        **given,
+    )
+
+
 def dpo(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
     trl = need("trl")
     return trainer(trl.DPOTrainer)(
@@ -380,7 +408,7 @@ def lora() -> Any:
     return need("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize("build", [sft, dpo, grpo, seq2seq], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [sft, sft_chunked, dpo, grpo, seq2seq], ids=lambda build: build.__name__)
 def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, tmp_path: Path) -> None:
     runs = []
     for name, trainer, given in (
@@ -472,9 +500,7 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             if self.lr_scheduler is None:
-                self.lr_scheduler = infinity.optim.deepspeed_scheduler(
-                    settings, self.optimizer, steps=num_training_steps
-                )
+                self.lr_scheduler = scheduler_from(settings, self.optimizer, steps=num_training_steps)
             return self.lr_scheduler
 
     (tmp_path / "nvme").mkdir()
@@ -490,7 +516,7 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
     assert len(notes) == 1
     assert "torch.optim.AdamW(parameters, lr=0.003" in notes[0]
 
-    config, _ = infinity.Config.from_deepspeed(settings, found.args)
+    config, _ = config_from(settings, found.args)
     wanted = Trained(offloaded(ByHand), tmp_path / "hand", config, **arguments)
     assert found.seen.losses == wanted.seen.losses
     assert found.seen.norms == wanted.seen.norms
@@ -661,37 +687,25 @@ def test_an_older_transformers_does_the_same(transformers: Any) -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_a_trainer_that_copies_adapters_comes_before_wrap(
+def test_a_trainer_that_copies_adapters_gets_the_plain_model(
     tier: str, transformers: Any, tmp_path: Path
 ) -> None:
     """DPOTrainer and GRPOTrainer copy them into those of their reference, as they are built."""
     trl, peft = need("trl"), need("peft")
     config = config_for(tmp_path, parameters=tier)
 
-    def built(model: Any) -> Any:
-        return trl.DPOTrainer(
+    model = peft.get_peft_model(llama(), lora())
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = infinity.wrap(model, adam, config)
+    with pytest.raises(ReleasedParameterError) as caught:
+        trl.DPOTrainer(
             model,
             args=trl.DPOConfig(**arguments(tmp_path, max_steps=2), bf16=False),
             train_dataset=pairs(),
             processing_class=tokenizer(),
         )
-
-    def adam(model: Any) -> Any:
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-    model = peft.get_peft_model(llama(), lora())
-    model, optimizer = infinity.wrap(model, adam(model), config)
-    with pytest.raises(ReleasedParameterError) as caught:
-        built(model)
     infinity.close(optimizer)
-    assert "build the trainer with the plain model, and then `wrap` the trainer's model" in str(
-        caught.value.cure
-    )
-    trainer = built(peft.get_peft_model(llama(), lora()))
-    trainer.model, trainer.optimizer = infinity.wrap(trainer.model, adam(trainer.model), config)
-    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
-    assert trainer.train().global_step == 2
-    infinity.close(trainer.optimizer)
+    assert "build `offloaded(…)` of the trainer's class with the plain model" in str(caught.value.cure)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -108,9 +108,7 @@ def assert_near(found: State, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name", quick(OPTIMIZERS, ["adamw", "nesterov", "lion"], ["momentum", "adagrad", "sgd"])
-)
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "nesterov", "lion"]))
 def test_bits_are_those_of_whole_parameters_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     wanted = train_whole(case("gpt").model, make, loss_of, steps=STEPS, dtype=DTYPES[dtype])
@@ -118,7 +116,7 @@ def test_bits_are_those_of_whole_parameters_everywhere(name: str, dtype: str, tm
         assert_equal(trained(make, tmp_path / place, optimizer_state_dtype=dtype, **settings), wanted)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["sgd", "momentum"], ["adagrad", "lion"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["sgd", "momentum"]))
 def test_fp32_is_torchs(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     model = case("gpt").model
@@ -129,7 +127,7 @@ def test_fp32_is_torchs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "8bit"])
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"], ["momentum", "lion"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"]))
 def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, dtype: str, tmp_path: Path) -> None:
     settings = {"update": "delayed", "delay_warmup_steps": 2, "optimizer_state_dtype": dtype}
     make = OPTIMIZERS[name]
@@ -157,7 +155,7 @@ def in_torch_and_back(make: Make, folder: Path) -> tuple[nn.Module, Any, nn.Modu
     return model, optimizer, plain, theirs
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"], ["adagrad", "lion", "sgd"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"]))
 def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     model, optimizer, plain, theirs = in_torch_and_back(make, tmp_path)
@@ -173,7 +171,7 @@ def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> No
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["momentum"], ["adagrad", "lion", "adamw"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["momentum"]))
 def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
     model = case("gpt").model
@@ -188,7 +186,7 @@ def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
     assert_near(found, other)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "lion"], ["momentum", "adagrad", "sgd"]))
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "lion"]))
 @pytest.mark.parametrize("dtype", ["bf16", "8bit"])
 def test_a_checkpoint_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]

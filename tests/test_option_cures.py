@@ -35,8 +35,6 @@ def test_cures_are_in_the_words_of_who_asked(nvme: str, capsys: pytest.CaptureFi
     assert run([*command, "--nvme", nvme]) == 0
     assert run([*command, "--optimizer-state", "host"]) == 0
     capsys.readouterr()
-    assert run([*command, "--nvme", nvme, "--activation-memory", "1MiB"]) == 2
-    assert "to change: --activations host, or leave --activation-memory out" in capsys.readouterr().err
     assert run([*command, "--nvme", f"{nvme}/missing"]) == 2
     assert "nvme=" not in capsys.readouterr().err
 
@@ -111,7 +109,8 @@ def test_a_tilde_is_the_users_directory(
     trace(optimizer, "~/trace.json")
     infinity.close(optimizer)
     assert sorted(p.name for p in (tmp_path / "home").iterdir()) == ["model", "saved", "trace.json", "x y"]
-    assert run(["clean", "~/x y"]) == 0
+    run(["doctor", "--json", "~/x y"])
+    assert f"{there}: free" in capsys.readouterr().out
     assert not (tmp_path / "~").exists()
 
 

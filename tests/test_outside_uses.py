@@ -203,9 +203,7 @@ def by_torch(make: Callable[[], nn.Module]) -> Losses:
 @covering
 @pytest.mark.parametrize(
     ("budget", "where"),
-    quick(
-        itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")], []
-    ),
+    quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_a_parameter_used_outside_its_own_module(name: str, budget: str, where: str, tmp_path: Path) -> None:

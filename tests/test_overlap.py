@@ -299,7 +299,7 @@ def test_nothing_grows_in_the_steady_state(tmp_path: Path, settings: dict[str, A
     assert all(q.in_use == 0 for q in engine.pool.stats().values())
 
 
-@pytest.mark.later
+@pytest.mark.integration
 @pytest.mark.processes
 @pytest.mark.parametrize("how", quick(["end", "raise"], ["raise"]))
 def test_the_interpreter_ends_with_an_update_under_way(how: str, tmp_path: Path) -> None:
@@ -320,13 +320,12 @@ if sys.argv[2] == "raise":
     done = python("-c", script, str(tmp_path), how, timeout=60)
     assert done.returncode == (1 if how == "raise" else 0), done.stderr
     assert "Exception ignored" not in done.stderr
-    assert not list(tmp_path.glob("infinity/*")), "the arena is removed at exit"
 
 
 @covering
 @pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
 @pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 50))]
+    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(2, 50))]
 )
 def test_random_delays_change_nothing(
     seed: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -388,7 +387,7 @@ def test_a_changed_order_costs_the_loads_that_it_changes_and_no_more(
     plain.load_state_dict(model.state_dict())
     # Room for five of ten, beside the gradient that autograd makes on a device of its own.
     room = "448KiB" if pytestconfig.getoption("--device") == "cpu" else "512KiB"
-    config = config_for(tmp_path, device_memory=room, output_dtype=None)
+    config = config_for(tmp_path, device_memory=room)
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False)
     residency = engine_of(model).residency

@@ -130,11 +130,7 @@ def least(run: Any, settings: dict[str, Any], tier: str, folder: Path) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    quick(
-        CASES,
-        ["gpt-bf16-reentrant", "moe-fp32", "cnn-fp32", "gpt2-fp16"],
-        ["gpt-fp32", "gpt-fp32-clip-accumulate", "gpt-fp16", "lstm-fp32", "llama-bf16", "qwen2-fp32"],
-    ),
+    quick(CASES, ["gpt-bf16-reentrant", "moe-fp32", "cnn-fp32", "gpt2-fp16"]),
 )
 def test_placement_never_changes_results(name: str, tmp_path: Path) -> None:
     kind, training, variants = CASES[name]
@@ -240,7 +236,7 @@ def test_lr_schedule_and_groups_edited_between_steps(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(runs[0].losses), torch.tensor(wanted.losses), rtol=1e-5, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(50))
 def test_random_delays_change_nothing_in_the_matrix(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,7 +255,7 @@ def test_random_delays_change_nothing_in_the_matrix(
     assert_same(offload(kind, training, settings, folders[1]), wanted)
 
 
-@pytest.mark.parametrize("seed", quick(range(5), [0], [1]))
+@pytest.mark.parametrize("seed", quick(range(5), [0]))
 def test_random_delays_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams and rings that sleep at random show a missing wait."""
     folders = [tmp_path / "a", tmp_path / "b"]

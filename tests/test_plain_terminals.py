@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .command_line import killed, python, words
+from .command_line import old_arena, python, words
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 def test_no_terminal_is_too_plain(env: dict[str, str], tmp_path: Path) -> None:
     drive = tmp_path / "größe-大"
     drive.mkdir()
-    killed(str(drive))
+    old_arena(str(drive))
     commands = [
         ["doctor", "DRIVE"],
-        ["clean", "DRIVE"],
+        ["doctor", "--clean", "DRIVE"],
         ["tune", "DRIVE", "--seconds", "1"],
         ["plan", *words("DRIVE")],
         ["plan", *words("DRIVE/nothing")],

@@ -22,20 +22,22 @@ from .test_cures import drives
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("own_environment")
+MORE = pytest.mark.integration
 
 
 @pytest.mark.parametrize(
     "more",
     [
         [],
-        pytest.param(["--optimizer", "lion", "--optimizer-state-dtype", "bf16"], marks=pytest.mark.later),
-        pytest.param(["--dtype", "bf16", "--optimizer", "adagrad"], marks=pytest.mark.later),
+        pytest.param(["--optimizer", "lion", "--optimizer-state-dtype", "bf16"], marks=MORE),
+        pytest.param(["--dtype", "bf16", "--optimizer", "adagrad"], marks=MORE),
         pytest.param(
-            ["--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*embed*"], marks=pytest.mark.later
+            ["--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*embed*"],
+            marks=MORE,
         ),
-        pytest.param(["--optimizer", "muon"], marks=pytest.mark.later),
+        pytest.param(["--optimizer", "muon"], marks=MORE),
         # A matrix has several chunks, and an update visits each twice.
-        pytest.param(["--optimizer", "muon", "--width", "272"], marks=pytest.mark.later),
+        pytest.param(["--optimizer", "muon", "--width", "272"], marks=MORE),
     ],
     ids=" ".join,
 )

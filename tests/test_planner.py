@@ -22,6 +22,7 @@ from infinity.planning.placement import assign
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
 from infinity.storage.layout import Layout
 
+from . import inner
 from .offloaded import config_for
 
 DIMENSION = 1024
@@ -83,7 +84,8 @@ def test_the_link_carries_six_bytes_when_parameters_are_off_the_device() -> None
 
 
 def test_the_link_carries_activations_both_ways_as_far_as_there_is_room() -> None:
-    config = config_of(dtype="bf16", activations="host", activation_memory="8MiB")
+    config = config_of(dtype="bf16", activations="host")
+    inner.config(activation_memory="8MiB")
     for inputs, moved in ((0, 0), (5 * MiB, 5 * MiB), (9 * MiB, 8 * MiB)):
         plan = plan_of(config, inputs=inputs, accumulation=3)
         assert plan.traffic.link == 3 * (6 * PARAMETERS + 2 * moved)

@@ -62,8 +62,8 @@ print(json.dumps([v.double().sum().item().hex() for v in model.state_dict().valu
 
 @pytest.mark.parametrize(
     "seed",
-    [*(pytest.param(s, marks=pytest.mark.full) for s in range(3))]
-    + [pytest.param(s, marks=pytest.mark.slow) for s in range(3, 30)],
+    [*(pytest.param(s, marks=pytest.mark.integration) for s in range(3))]
+    + [pytest.param(s, marks=pytest.mark.nightly) for s in range(3, 30)],
 )
 def test_a_rank_that_is_lost_in_a_training(seed: int, tmp_path: Path) -> None:
     """The others end in time, with an error that says which one; nothing is in the way of the next start."""
@@ -115,7 +115,7 @@ def test_a_rank_that_is_lost_in_a_training(seed: int, tmp_path: Path) -> None:
     assert all_well(again) == all_well(undisturbed)
 
 
-@pytest.mark.full
+@pytest.mark.integration
 @pytest.mark.parametrize("place", [p for p in PLACES if "nvme" in p or p == "split"])
 def test_two_hosts_train_as_one(place: str, tmp_path: Path) -> None:
     """Four ranks, two on each host, each with drives of its own: the bits of plain torch, as on one host."""

@@ -60,7 +60,7 @@ def config_of(folder: Path, draw: random.Random, world: int) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.parametrize("seed", quick(range(6), [0, 1], range(2, 6)))
+@pytest.mark.parametrize("seed", quick(range(6), [0, 1]))
 def test_any_number_of_ranks_gives_the_same_bits(seed: int, tmp_path: Path) -> None:
     shapes, draw = drawn(seed)
     wanted = None

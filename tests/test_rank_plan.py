@@ -29,11 +29,12 @@ from infinity.api.engine import engine_of
 from infinity.cli.workload import planned_from
 from infinity.planning.machine import Drive, Machine
 from infinity.planning.planner import Planner
+from tests import inner
 from tests.models import case
 
 torch.set_num_threads(1)
 settings = json.loads(sys.argv[1])
-config = infinity.Config(**settings)
+config = inner.config(**settings)
 made = case("gpt", tied=True)
 world = int(os.environ["WORLD_SIZE"])
 drives = [Drive(directory=d, free=None, system=0, ranks=world) for d in config.directories]
@@ -143,18 +144,20 @@ def test_directories_of_ranks(tmp_path: Path) -> None:
 
 def test_ranks_have_arenas_where_their_numbers_lead(tmp_path: Path) -> None:
     script = """
-import os, sys, torch, infinity
+import sys, torch, infinity
+from infinity.api.engine import engine_of
 from torch import nn
 config = infinity.Config(device="cpu", nvme=sys.argv[1] + "/{local_rank}", optimizer_state="nvme", threads=1)
 with infinity.init(config):
     model = nn.Linear(64, 64)
 model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-print(sorted(name for _, _, names in os.walk(f"{sys.argv[1]}/{os.environ['RANK']}") for name in names))
+(stats,) = engine_of(adam).store.stats()
+print(stats.path)
 infinity.close(adam)
 """
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    assert all_well(run_ranks(2, script, str(tmp_path))) == ["['rank0.arena']\n", "['rank1.arena']\n"]
+    assert all_well(run_ranks(2, script, str(tmp_path))) == [f"{tmp_path}/{rank}\n" for rank in range(2)]
 
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}

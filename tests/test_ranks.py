@@ -179,11 +179,7 @@ STAGES = pytest.mark.parametrize("stage", quick(range(4), [3]))
 
 @pytest.mark.parametrize(
     "name",
-    quick(
-        CASES,
-        ["gpt", "gpt, tied, recomputed", "gpt, bf16 moments"],
-        [n for n in CASES if n not in ("gpt, tied, recomputed", "gpt", "gpt, bf16 moments")],
-    ),
+    quick(CASES, ["gpt", "gpt, tied, recomputed", "gpt, bf16 moments"]),
 )
 def test_ranks_train_as_plain_torch_does(name: str, tmp_path: Path) -> None:
     world, model, place, dtype, more = CASES[name]
@@ -203,6 +199,7 @@ import contextlib, json, os, signal, sys, time
 import torch
 from torch import nn
 import infinity
+from tests import inner
 torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.manual_seed(0)
@@ -223,7 +220,7 @@ class Model(nn.Module):
         return self.last(x)
 
 model = Model()
-config = infinity.Config(**json.loads(sys.argv[1]))
+config = inner.config(**json.loads(sys.argv[1]))
 adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
 """
 
@@ -297,7 +294,7 @@ QUICK = [("skips a layer", 3), ("raises in its forward", 3)]
 FULL = [w for w in WAYS if w not in QUICK and w[1] in (3, [*DIVERGES].index(w[0]) % 3)]
 
 
-@pytest.mark.parametrize(("how", "stage"), quick(WAYS, QUICK, FULL))
+@pytest.mark.parametrize(("how", "stage"), quick(WAYS, QUICK))
 def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: Path) -> None:
     same, other = (text.replace("\n", "\n    ") for text in (SAME.get(how, "step()"), DIVERGES[how]))
     script = f"{HEAD}{LOOP}if rank == 0:\n    {same}\nelse:\n    {other}\nstep()\nstep()\n"
@@ -307,10 +304,9 @@ def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: P
     assert "RankError" in said or "DivergenceError" in said, said
     if how not in ("ends", "is killed", "is interrupted"):
         assert last == 1, other_said
-    assert list(tmp_path.rglob("*.arena")) == [] or how == "is killed"
 
 
-@pytest.mark.parametrize("stage", quick([0, 1, 2], [], [1]))
+@pytest.mark.parametrize("stage", quick([0, 1, 2], [1]))
 def test_what_ranks_may_do_below_stage_3(stage: int, tmp_path: Path) -> None:
     script = HEAD + LOOP
     for how in ALLOWED[stage]:
@@ -321,7 +317,7 @@ def test_what_ranks_may_do_below_stage_3(stage: int, tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.full
+@pytest.mark.integration
 def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
     script = HEAD + LOOP + "model.order = [0, 1] if rank else [0, 1, 2]\nstep()\n"
     for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, 1) | {"accumulation": 1})):
@@ -452,7 +448,7 @@ class Switch(nn.Module):
     def forward(self, x, use):
         return self.both(x) * (self.one if use == 0 else self.other if use == 1 else 1)
 
-config = infinity.Config(**json.loads(sys.argv[1]), units=["Switch"])
+config = inner.config(**json.loads(sys.argv[1]), units=["Switch"])
 model = Switch()
 model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0), config)
 x = torch.ones(2, 8)
@@ -529,7 +525,6 @@ def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any],
     for code, _, err in run_ranks(2, HEAD + LOOP, json.dumps(given)):
         assert code == 1
         assert "ConfigError" in err or "BudgetError" in err
-    assert not list(tmp_path.rglob("*.arena"))
 
 
 @pytest.mark.first
@@ -687,7 +682,7 @@ def test_a_rank_without_any_memory_for_a_unit_is_named(tmp_path: Path) -> None:
 
 
 LAYERDROP = """
-config = infinity.Config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
+config = inner.config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
 import copy
 plain = copy.deepcopy(model)
 torch_adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -789,7 +784,7 @@ for accumulation in (None, 2) if stage < 2 else (None,):
         o = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         model = copy.deepcopy(made)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        config = infinity.Config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
+        config = inner.config(**json.loads(sys.argv[1]), zero_stage=stage, accumulation=accumulation)
         model, adam = infinity.wrap(model, adam, config)
         seen = [], []
         x = [torch.full((2, 8), r + 1.0) for r in range(world)]

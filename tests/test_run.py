@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.core.errors import ConfigError, DataError, DirectoryError, StateDictError
+from infinity.core.errors import ConfigError, DirectoryError, StateDictError
 from infinity.storage.checkpoints import find, list_checkpoints
 from infinity.storage.folder import Claim, lock_directory
 
@@ -55,7 +54,6 @@ with infinity.Run(optimizer, folder, state={"scheduler": scheduler}, **more) as 
         loss.backward()
         if (step + 1) % every == 0:
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
-        run.log(loss=loss)
         exec(act)
         print("made", step + 1, flush=True)
     print("ends", run.step, flush=True)
@@ -100,9 +98,9 @@ def lines_of(log: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint and log of twelve steps that nobody has disturbed."""
+    """Checkpoints of twelve steps that nobody has disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    out, err = made(*program(folder / "run", 12, save_every=5, log=str(folder / "log")))
+    out, err = made(*program(folder / "run", 12, save_every=5, keep_last=2))
     assert out.endswith("ends 12\nafter\n")
     assert err == ""
     assert [found.step for found in list_checkpoints(str(folder / "run"))] == [10, 12], "two are kept"
@@ -114,23 +112,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_saves_the_step_and_the_run_goes_on_bit_for_bit(
     name: str, whole: Path, tmp_path: Path
 ) -> None:
-    more = {"save_every": 5, "log": str(tmp_path / "log")}
     act = f"if step == 6: os.kill(os.getpid(), signal.{name})"
-    out, err = made(*program(tmp_path / "run", 12, act=act, **more), code=75)
+    out, err = made(*program(tmp_path / "run", 12, act=act, save_every=5), code=75)
     assert out.endswith("made 7\nends 7\n"), "what follows the block is not reached"
     assert err == f"{name}: ended after 7 of 12 steps\n"
     assert find(str(tmp_path / "run")).step == 7
-    out, err = made(*program(tmp_path / "run", 12, **more))
+    out, err = made(*program(tmp_path / "run", 12, save_every=5))
     assert out.startswith("begins 7\nmade 8\n")
     assert_same(tmp_path / "run", whole / "run")
-    ours, theirs = lines_of(tmp_path / "log"), lines_of(whole / "log")
-    for key in ("step", "loss", "grad_norm", "skipped"):
-        assert [line[key] for line in ours] == [line[key] for line in theirs]
-    assert len({line["run"] for line in ours}) == 1, "it is the same run"
-    assert ours[0]["run"] != theirs[0]["run"]
-    times = [datetime.fromisoformat(line["time"]) for line in ours]
-    assert times == sorted(times)
-    assert all(line["seconds"] > 0 for line in ours)
 
 
 @pytest.mark.parametrize("moment", ["in the load", "before the first step"])
@@ -160,18 +149,12 @@ def test_a_signal_in_a_block_without_steps_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
-    """Its log has steps that no checkpoint has, and a part of a line."""
-    log = tmp_path / "log"
-    more = {"save_every": 5, "log": str(log)}
+    more = {"save_every": 5}
     act = "if step == 8: os.kill(os.getpid(), signal.SIGKILL)"
     made(*program(tmp_path / "run", 12, act=act, **more), code=-signal.SIGKILL)
-    assert [line["step"] for line in lines_of(log)] == [*range(1, 9)]
-    with log.open("a") as file:
-        file.write('{"step": 9, "lo')
     out, _ = made(*program(tmp_path / "run", 12, resume=True, **more))
     assert out.startswith("begins 5\n")
     assert_same(tmp_path / "run", whole / "run")
-    assert [line["loss"] for line in lines_of(log)] == [line["loss"] for line in lines_of(whole / "log")]
 
 
 def test_sigusr1_saves_after_the_step(tmp_path: Path) -> None:
@@ -310,17 +293,6 @@ def test_a_full_disk_at_the_last_save(tmp_path: Path) -> None:
         assert out.startswith("begins 5\n")
 
 
-@pytest.mark.root
-def test_a_log_without_room_ends_and_the_run_goes_on(tmp_path: Path) -> None:
-    with mounted("-t", "tmpfs", "-o", "size=8k", "none") as place:
-        _, err = made(*program(tmp_path, 200, log=f"{place}/log"))
-        steps = [line["step"] for line in lines_of(Path(place, "log"))]
-    assert steps == [*range(1, len(steps) + 1)]
-    assert 1 < len(steps) < 200
-    what = f"warning: the log '{place}/log' cannot be written (No space left on device): the run goes on"
-    assert err.count(what) == 1
-
-
 def test_what_a_killed_run_had_claimed(tmp_path: Path) -> None:
     """It is free at once; and what a claim has made goes with it, unless there is something in it."""
     root = str(tmp_path / "above" / "out")
@@ -375,14 +347,12 @@ def ranks_of(*arguments: str) -> list[Result]:
 @pytest.mark.first
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_counts_for_all(rank: int, tmp_path: Path) -> None:
-    log = str(tmp_path / "log")
     act = f"if step == 3 and rank == {rank}: os.kill(os.getpid(), signal.SIGTERM)"
-    results = ranks_of(*program(tmp_path / "run", 12, act=act, log=log))
+    results = ranks_of(*program(tmp_path / "run", 12, act=act))
     assert [code for code, *_ in results] == [75, 75], results
     assert [err for *_, err in results] == ["SIGTERM: ended after 4 of 12 steps\n", ""]
     assert find(str(tmp_path / "run")).step == 4
-    assert ranks_of(*program(tmp_path / "run", 6, log=log))[1][1].startswith("begins 4\n")
-    assert [line["step"] for line in lines_of(Path(log))] == [*range(1, 7)]
+    assert ranks_of(*program(tmp_path / "run", 6))[1][1].startswith("begins 4\n")
 
 
 #: A signal comes to this rank while the ranks agree for the `{nth}`th time on the end of step 3.
@@ -459,23 +429,18 @@ def step_of(optimizer: torch.optim.Optimizer) -> None:
 
 def test_what_a_run_says_of_itself(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
     state: dict[str, Any] = {"best": 1.5}
-    log = tmp_path / "log"
-    with infinity.Run(optimizer, tmp_path / "run", state=state, log=log) as run:
+    with infinity.Run(optimizer, tmp_path / "run", state=state) as run:
         assert (run.begin, run.step, run.kept, run.saved, run.state) == (0, 0, 0, None, {})
         for step in run.steps(3):
             assert run.step == step
             step_of(optimizer)
             state["best"] = step
-            run.log(tokens=64, loss=torch.tensor(float("nan")))
             if step == 0:
                 run.save()
                 assert run.saved is None, "not before the step is over"
             if step == 1:
                 assert run.saved == str(tmp_path / "run" / "step-1")
         assert (run.step, run.kept) == (3, 3)
-    line = lines_of(log)[-1]
-    assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
-    assert line["loss"] is None
     state["best"] = 9
     with infinity.Run(optimizer, tmp_path / "run", state=state) as again:
         assert (again.begin, again.step, again.kept, again.saved) == (3, 3, 3, run.saved)
@@ -517,8 +482,7 @@ def test_a_step_whose_error_is_caught_counts_if_it_was_made(
 ) -> None:
     """Another loop makes it again only if the optimizer has not."""
     seen: list[int] = []
-    log = tmp_path / "log"
-    with infinity.Run(optimizer, tmp_path / "run", log=log) as run:
+    with infinity.Run(optimizer, tmp_path / "run") as run:
         while run.step < 5:
             try:
                 for step in run.steps(5):
@@ -532,7 +496,6 @@ def test_a_step_whose_error_is_caught_counts_if_it_was_made(
                 run.save()
                 assert run.saved == str(tmp_path / "run" / f"step-{len(seen) - (not behind)}")
     assert seen == wanted
-    assert [line["step"] for line in lines_of(log)] == [1, 2, 3, 4, 5]
     assert (run.step, run.kept, find(str(tmp_path / "run")).step) == (5, 5, 5)
 
 
@@ -579,7 +542,7 @@ def test_a_run_works_inside_of_its_one_block(optimizer: torch.optim.Optimizer, t
     """Elsewhere it would save without having resumed, and without the lock of its directory."""
 
     def refused(run: infinity.Run, found: str) -> None:
-        for call in (lambda: run.steps(3), lambda: run.log(loss=1.0), run.save):
+        for call in (lambda: run.steps(3), run.save):
             with pytest.raises(ConfigError, match="works only inside the `with` block") as caught:
                 call()
             assert caught.value.found == f"a run whose block {found}"
@@ -652,8 +615,6 @@ def test_arguments_that_are_not_valid(
 
 def test_paths_that_are_none(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
     number: Any = 3
-    with pytest.raises(ConfigError, match="the path of the log file is not a path"):
-        infinity.Run(optimizer, tmp_path, log=number)
     with pytest.raises(ConfigError, match="the path of the checkpoints directory is not a path"):
         infinity.Run(optimizer, number)
 
@@ -666,32 +627,10 @@ def test_a_number_of_steps_that_is_not_valid(
         run.steps(total)
 
 
-def test_what_cannot_be_saved_or_logged_is_refused_at_once(
-    optimizer: torch.optim.Optimizer, tmp_path: Path
-) -> None:
+def test_what_cannot_be_saved_is_refused_at_once(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
     with pytest.raises(StateDictError):
         infinity.Run(optimizer, tmp_path / "run", state={"loader": object()}).__enter__()
     assert not os.path.exists(tmp_path / "run")
-    notes = tmp_path / "notes"
-    notes.write_text("mine\n")
-    with pytest.raises(DataError, match="not the log of a run"):
-        infinity.Run(optimizer, tmp_path / "run", log=notes).__enter__()
-    assert notes.read_text() == "mine\n"
-    assert not os.path.exists(tmp_path / "run")
-    with infinity.Run(optimizer, tmp_path / "run", log=tmp_path / "log") as run:
-        with pytest.raises(TypeError):
-            run.log(model=_model)
-        for name in ("step", "time", "run", "seconds", "grad_norm", "loss_scale", "skipped"):
-            with pytest.raises(ConfigError, match=f"cannot take a figure named '{name}'"):
-                run.log(**{name: 4})
-        with pytest.raises(ConfigError, match="cannot take a figure named 'tokens_per_second'"):
-            run.log(tokens_per_second=4)
-        for tokens in (None, "a", True, -1, float("nan")):
-            with pytest.raises(ConfigError, match=r"run.log\(tokens=.*\) is not valid"):
-                run.log(tokens=tokens)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="a pipe that nobody reads"):
-        infinity.Run(optimizer, tmp_path / "run", log=tmp_path / "pipe").__enter__()
 
 
 def code_of(
@@ -795,20 +734,20 @@ def test_directories_that_vanish_are_told(
     assert find(str(tmp_path / "run")).step == 3
 
 
-def test_a_log_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with infinity.Run(optimizer, None, log=tmp_path / "log") as run:
+    with infinity.Run(optimizer, None) as run:
         for _ in run.steps(2):
             assert signal.getsignal(signal.SIGTERM) == before
             step_of(optimizer)
-    assert [line["step"] for line in lines_of(tmp_path / "log")] == [1, 2]
-    assert os.listdir(tmp_path) == ["log"]
+    assert run.step == 2
+    assert not os.listdir(tmp_path)
 
 
 # -- docs/runs.md -----------------------------------------------------------------------------
 
 
-@pytest.mark.later
+@pytest.mark.integration
 def test_the_script_of_the_documents(tmp_path: Path) -> None:
     """As it stands; a SIGTERM between has it end and go on."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
@@ -822,7 +761,4 @@ def test_the_script_of_the_documents(tmp_path: Path) -> None:
     _, err = made("-c", before + signalled, code=75)
     assert err == "SIGTERM: ended after 31 of 100 steps\n"
     assert made("-c", before + code) == ("", "")
-    log = lines_of(tmp_path / "runs" / "1.jsonl")
-    assert [line["step"] for line in log] == [*range(1, 101)]
-    assert log[-1]["loss"] < log[0]["loss"]
     assert [found.step for found in list_checkpoints(str(tmp_path / "runs" / "1"))] == [50, 100]

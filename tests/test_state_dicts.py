@@ -313,7 +313,7 @@ for number, options in enumerate(every):
 
 
 @pytest.mark.parametrize(
-    ("place", "count"), [("device", 1), pytest.param("nvme", len(OPTIONS), marks=pytest.mark.later)]
+    ("place", "count"), [("device", 1), pytest.param("nvme", len(OPTIONS), marks=pytest.mark.integration)]
 )
 def test_torchs_distributed_state_dicts_on_ranks(place: str, count: int, tmp_path: Path) -> None:
     settings = {"device": "cpu", "host_memory": "64MiB", **PLACES[place], "zero_stage": 3}
@@ -366,7 +366,7 @@ infinity.close(optimizer)
 """
 
 
-@pytest.mark.parametrize("place", ["device", pytest.param("nvme", marks=pytest.mark.later)])
+@pytest.mark.parametrize("place", ["device", pytest.param("nvme", marks=pytest.mark.integration)])
 def test_a_model_that_only_some_ranks_would_load_is_refused_on_all(place: str, tmp_path: Path) -> None:
     settings = {"device": "cpu", "host_memory": "64MiB", **PLACES[place], "zero_stage": 3}
     settings |= {"nvme": str(tmp_path)} if place == "nvme" else {}

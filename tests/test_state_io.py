@@ -16,6 +16,8 @@ from infinity.api.engine import Engine, engine_of
 from infinity.core.sizes import NORM_BLOCK
 from infinity.storage.store import Store
 
+from . import inner
+
 
 def net() -> nn.Sequential:
     """Blocks of many small parameters: a chunk holds several, and a large one lies in several chunks."""
@@ -50,7 +52,7 @@ class Counting:
 
 
 def wrapped(path: Path, dtype: str) -> tuple[nn.Module, Any, Engine]:
-    config = infinity.Config(
+    config = inner.config(
         nvme=str(path), parameters="nvme", optimizer_state="nvme", gradients="nvme", dtype=dtype,
         host_memory="96MiB", chunk_elements=NORM_BLOCK, update="sync", read_ahead_memory=0,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from infinity.hardware.aio import crc32c
 from infinity.storage.store import Part, Store
 
 from .pins import Pins
-from .small_store import CHUNK, HOST, PAGE, ROOM, arena_file, fill, get, need_backend, pool_of, put, store_of
+from .small_store import CHUNK, HOST, PAGE, ROOM, fill, get, need_backend, pool_of, put, store_of
 
 
 def test_a_fresh_store_reads_as_zeros_and_writes_nothing(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_fresh_store_reads_as_zeros_and_writes_nothing(tmp_path: Path) -> None
         assert (stats.bytes_read, stats.bytes_written, stats.reads) == (9 * PAGE, 0, 3)
         assert stats.arena_nbytes == 27 * PAGE
         assert store.ring_stats()[0].bytes_read == 9 * PAGE
-    assert not arena_file(tmp_path).exists()
+    assert list((tmp_path / "drive").iterdir()) == []
 
 
 def test_given_crcs_are_believed_and_checked(tmp_path: Path) -> None:

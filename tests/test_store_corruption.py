@@ -13,9 +13,9 @@ from infinity.storage.store import Store
 from .small_store import CHUNK, PAGE, ROOM, arena_file, bytes_of, get, pool_of, put, store_of
 
 
-def _overwrite(store: Store, path: Path, chunk: int, part: str, at: int, content: bytes) -> None:
+def _overwrite(store: Store, chunk: int, part: str, at: int, content: bytes) -> None:
     extent = store.layout.extent(chunk, part)
-    with open(arena_file(path), "r+b") as file:
+    with open(arena_file(store), "r+b") as file:
         file.seek(extent.offset + at)
         file.write(content)
         file.flush()
@@ -31,11 +31,11 @@ def test_a_write_that_went_wrong_is_found_at_the_next_read(tmp_path: Path, kind:
         for chunk in range(3):
             put(store, lease, chunk, chunk + 1)
             store.write(chunk, "gradient", lease).wait()
-        old = bytes_of(store, tmp_path, 1, part)
+        old = bytes_of(store, 1, part)
         put(store, lease, 1, 77)
         store.write(1, "gradient", lease).wait()
         assert get(store, lease, 1, part) == bytes([77]) * nbytes
-        other = bytes_of(store, tmp_path, 2, part)
+        other = bytes_of(store, 2, part)
         content = {
             "flipped bit": bytes([77]) * (nbytes - 1) + bytes([76]),
             "torn": bytes([77]) * (nbytes - 512) + old[-512:],
@@ -43,7 +43,7 @@ def test_a_write_that_went_wrong_is_found_at_the_next_read(tmp_path: Path, kind:
             "misdirected": other,
             "zeroed": bytes(nbytes),
         }[kind]
-        _overwrite(store, tmp_path, 1, part, 0, content)
+        _overwrite(store, 1, part, 0, content)
         with pytest.raises(CorruptionError, match=f"part '{part}' of chunk 1") as raised:
             get(store, lease, 1, part)
         error = raised.value
@@ -51,7 +51,7 @@ def test_a_write_that_went_wrong_is_found_at_the_next_read(tmp_path: Path, kind:
         section = sections - 1 if kind in ("flipped bit", "torn") else 0
         assert f"section {section} of" in str(error)
         extent = store.layout.extent(1, part, sections=range(section, section + 1))
-        assert (error.path, error.offset, error.nbytes) == (str(arena_file(tmp_path)), *extent[1:])
+        assert (error.path, error.offset, error.nbytes) == (str(tmp_path / "drive"), *extent[1:])
         with pytest.raises(CorruptionError):  # and from then on
             store.read(2, part, lease)
 
@@ -60,7 +60,7 @@ def test_only_the_sections_that_are_read_are_checked(tmp_path: Path) -> None:
     pool = pool_of()
     with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
         put(store, lease, 0, 1)
-        _overwrite(store, tmp_path, 0, "state", PAGE, b"x")
+        _overwrite(store, 0, "state", PAGE, b"x")
         store.read(0, "state", lease, sections=range(2, 3)).wait()
         store.read(0, "state", lease, sections=range(1)).wait()
         with pytest.raises(CorruptionError, match="section 1"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.errors import CorruptionError, DirectoryError
+from infinity.core.errors import CorruptionError
 from infinity.hardware.aio import Ring
 from infinity.storage import checksums
 from infinity.storage.tensor_file import TensorFile, read_all, write_all
 from infinity.storage.tensor_header import DTYPES
-from infinity.storage.tensor_layout import joined
 
 
 @pytest.fixture
@@ -157,90 +154,6 @@ def test_several_write_and_read_one_file(
     first = os.path.getsize(path) - 12032
     ranges = {None: None, 4097: first + 4096, 8100: first + 4096, 12002: first + 8192}
     assert found == ranges[flipped]
-
-
-def parts_in_two(
-    folder: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]], ring: Ring
-) -> Any:
-    """Write what is between cuts into two files in turn; return their paths, the tensors' specs, and sums."""
-    specs: dict[str, Any] = {name: (t.dtype, t.shape) for name, t in tensors.items()}
-    edges = {name: [0, *sorted(cuts[name]), t.numel()] for name, t in tensors.items()}
-    ranges = {name: list(itertools.pairwise(of)) for name, of in edges.items()}
-    paths, pieces = [str(folder / f"parts {k}") for k in range(2)], []
-    for k, path in enumerate(paths):
-        own = {name: [r for r in of[k::2] if r[0] < r[1]] for name, of in ranges.items()}
-        parts = {name: joined(found) for name, found in own.items()}
-        with TensorFile.create(path, specs, ring, parts=parts) as file:
-            for name, (begin, end) in ((name, r) for name, found in own.items() for r in found):
-                with TensorFile.join(path, specs, ring, parts=parts) as rank:
-                    rank.write(name, begin, tensors[name].view(-1)[begin:end])
-                    pieces.append(json.loads(json.dumps(rank.pieces())))
-            sums = file.checksums(pieces) if k else {}
-    return paths, specs, sums
-
-
-@given(
-    st.lists(st.integers(0, 3000), max_size=6, unique=True),
-    st.lists(st.integers(0, 35), max_size=3, unique=True),
-    st.integers(0, 3000),
-    st.integers(0, 3000),
-)
-@settings(max_examples=40)
-def test_parts_in_several_files_are_the_tensors(a: list[int], b: list[int], begin: int, end: int) -> None:
-    tensors = {
-        "a[0:7]": values(torch.float32, 3000),
-        "b": values(torch.bfloat16, 5, 7),
-        "none": torch.zeros(0, 2),
-    }
-    begin, end = min(begin, end), max(begin, end)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory() as folder,
-        Ring("test", path=folder) as ring,
-    ):
-        patch.setattr(checksums, "RANGE_NBYTES", 4096)
-        sums = write_all(os.path.join(folder, "whole"), tensors, ring)
-        cuts = {"a[0:7]": a, "b": b, "none": []}
-        paths, specs, found = parts_in_two(Path(folder), tensors, cuts, ring)
-        assert found == sums
-        with TensorFile.open_parts(paths, specs, ring, sums) as file:
-            for name, tensor in tensors.items():
-                out = torch.empty_like(tensor)
-                file.read(name, 0, out)
-                assert content(out) == content(tensor)
-                assert file.check(name)
-            out = torch.empty(end - begin)
-            file.read("a[0:7]", begin, out)
-            assert content(out) == content(tensors["a[0:7]"][begin:end])
-
-
-def test_parts_that_are_not_here_are_named(tmp_path: Path, ring: Ring) -> None:
-    tensors = {"a": values(torch.float32, 3000)}
-    paths, specs, sums = parts_in_two(tmp_path, tensors, {"a": [1000, 2000]}, ring)
-    os.rename(paths[1], tmp_path / "away")
-    with TensorFile.open_parts(paths, specs, ring, sums) as file:
-        file.read("a", 2000, torch.empty(1000))
-        with pytest.raises(DirectoryError, match=r"parts 1, of ranks that saved on other") as caught:
-            file.read("a", 1500, torch.empty(1000))
-    assert caught.value.path == paths[1]
-    shutil.copy(paths[0], paths[1])  # another one
-    with pytest.raises(CorruptionError, match="parts that do not overlap"):
-        TensorFile.open_parts(paths, specs, ring, sums)
-    with pytest.raises(CorruptionError, match="parts of the tensors that were saved"):
-        TensorFile.open_parts(paths, {"b": specs["a"]}, ring, {"b": sums["a"]})
-    with (
-        TensorFile.open_parts(paths[:1], specs, ring, sums) as file,
-        pytest.raises(CorruptionError, match="not all of them"),
-    ):
-        file.read("a", 0, torch.empty(3000))
-    with open(paths[0], "r+b") as damaged:
-        damaged.seek(-1, os.SEEK_END)
-        damaged.write(b"\xff")
-    with (
-        TensorFile.open_parts([paths[0], str(tmp_path / "away")], specs, ring, sums) as file,
-        pytest.raises(CorruptionError, match=r"'a' in .* is not what was saved"),
-    ):
-        file.read("a", 0, torch.empty(3000))
 
 
 def header(entries: dict[str, Any]) -> bytes:

@@ -173,11 +173,7 @@ def _look(name: str, things: tuple[Any, ...], trained: threading.Event, errors: 
 
 @pytest.mark.parametrize(
     ("name", "update"),
-    quick(
-        itertools.product(BESIDE, ["sync", "overlap"]),
-        [(name, "overlap") for name in BESIDE],
-        [("state_dict", "sync"), ("forward_with_a_graph", "sync")],
-    ),
+    quick(itertools.product(BESIDE, ["sync", "overlap"]), [(name, "overlap") for name in BESIDE]),
 )
 def test_a_thread_beside_the_one_that_trains(name: str, update: str, tmp_path: Path) -> None:
     found = []

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.core.errors import CorruptionError, DataError, DirectoryError
-from infinity.storage.torch_file import Record, is_dense, load_bytes, load_saved, part
+from infinity.integrations.torch_file import Record, is_dense, load_bytes, load_saved, part
 
 
 class Thing:
@@ -161,7 +161,9 @@ def mutated(data: bytes, seed: int, count: int) -> Iterator[bytes]:
         yield bytes(changed)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 5))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.integration) for seed in range(1, 5))]
+)
 def test_mutated_files_are_right_or_refused(seed: int, tmp_path: Path) -> None:
     saved = {"a": torch.arange(9.0), "b": [torch.arange(4), "text"], "c": Thing()}
     path = tmp_path / "file.pt"

@@ -15,13 +15,12 @@ from click.testing import CliRunner
 
 from infinity.cli.bench.io_load import Settings
 from infinity.cli.commands import tune_command
-from infinity.cli.console import status_line
-from infinity.cli.tune import Tuner, as_yaml, find, smallness
+from infinity.cli.tune import Tuner, as_yaml, find, remember, smallness
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware.aio import Ring
-from infinity.hardware.tuned import TunedSettings, drive_key, remember, settings_file, tuned
+from infinity.hardware.tuned import TunedSettings, drive_key, settings_file, tuned
 
 SOME = TunedSettings(512 * KiB, 16, "libaio", 4)
 
@@ -115,8 +114,8 @@ def saturating(settings: Settings) -> float:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_smallest_that_is_as_good_is_taken(seed: int) -> None:
-    with status_line(quiet=True) as tell:
-        chosen, measured = find(MadeUp(saturating, 0.01, seed), ("libaio", "uring", "threads"), tell, 0.3)
+    tuner = MadeUp(saturating, 0.01, seed)
+    chosen, measured = find(tuner, ("libaio", "uring", "threads"), lambda *_: None, 0.3)
     assert chosen.backend in ("libaio", "uring")
     assert 8 * MiB <= chosen.block_bytes * chosen.queue_depth <= 16 * MiB
     assert saturating(chosen) == 1e9
@@ -128,8 +127,8 @@ def test_a_backend_that_is_better_wins(seed: int) -> None:
     def rate(settings: Settings) -> float:
         return saturating(settings) * (2 if settings.backend == "uring" else 1)
 
-    with status_line(quiet=True) as tell:
-        chosen, _ = find(MadeUp(rate, 0.03, seed), ("libaio", "uring", "threads"), tell, 0.3)
+    tuner = MadeUp(rate, 0.03, seed)
+    chosen, _ = find(tuner, ("libaio", "uring", "threads"), lambda *_: None, 0.3)
     assert chosen.backend == "uring"
 
 
@@ -236,6 +235,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
 
 
 def test_chunks_are_placed_by_measured_bandwidth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.cli import tune
     from infinity.core.sizes import Tier
     from infinity.hardware import tuned as kept
     from infinity.storage.pinned import PinnedPool
@@ -245,7 +245,8 @@ def test_chunks_are_placed_by_measured_bandwidth(tmp_path: Path, monkeypatch: py
     for folder in folders:
         Path(folder).mkdir()
     # Two directories of one drive here, so the drives are told apart by name.
-    monkeypatch.setattr(kept, "drive_key", os.path.basename)
+    for module in (kept, tune):
+        monkeypatch.setattr(module, "drive_key", os.path.basename)
     settings = kept.TunedSettings(65536, 4, "threads", 2)
 
     def shares() -> list[int]:
@@ -255,7 +256,7 @@ def test_chunks_are_placed_by_measured_bandwidth(tmp_path: Path, monkeypatch: py
         store.close()
         return counts
 
-    kept.remember(folders[0], settings, {"score_bytes_per_second": 1e9})
+    remember(folders[0], settings, {"score_bytes_per_second": 1e9})
     assert shares() == [20, 20]
-    kept.remember(folders[1], settings, {"score_bytes_per_second": 3e9})
+    remember(folders[1], settings, {"score_bytes_per_second": 3e9})
     assert shares() == [10, 30]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from infinity.cli.tune import remember
 from infinity.core.errors import DirectoryError
 from infinity.core.sizes import MiB
 from infinity.hardware.aio import open_ring
-from infinity.hardware.tuned import TunedSettings, bandwidths, drive_key, remember, settings_file, tuned
+from infinity.hardware.tuned import TunedSettings, bandwidths, drive_key, settings_file, tuned
 
 from .command_line import need_root, python
 

@@ -145,8 +145,7 @@ _TOO_LARGE = """
 import sys, safetensors, torch, infinity
 from torch import nn
 config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", device_memory="64MiB",
-                         host_memory="120MiB", parameters="nvme", optimizer_state="nvme", gradients="nvme",
-                         read_ahead_memory=0)
+                         host_memory="120MiB", parameters="nvme", optimizer_state="nvme", gradients="nvme")
 with infinity.init(config):
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
 model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
@@ -166,7 +165,7 @@ print("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unwrap_where_there_is_no_room_changes_nothing(tmp_path: Path) -> None:
     result = run_limited(_TOO_LARGE, str(tmp_path), limit=440 * MiB, timeout=120)
     assert result.rc == 0, result.stderr

@@ -366,7 +366,6 @@ def test_close_tries_once_more_and_gives_up(
     with pytest.raises(OutOfMemoryError, match="never updated: ") as raised:
         infinity.close(optimizer)
     assert "load the last checkpoint" in str(raised.value)
-    assert not list(tmp_path.glob("infinity/*"))
     infinity.close(optimizer)
 
 
@@ -452,7 +451,7 @@ for victim in (-1, 1):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_rank_makes_its_step_once_more_and_the_others_wait_for_it(tmp_path: Path) -> None:
     settings = {"update": "sync", "nvme": str(tmp_path), "device": "cpu", "dtype": "fp32"}

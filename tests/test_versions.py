@@ -249,8 +249,8 @@ def test_what_is_done_with_the_back_does_not_wait_for_the_front(tmp_path: Path) 
         for transfer, lease, value in ((read, b, 1), (newer, a, 3)):
             transfer.wait(20)
             assert set(lease.tensor()[: 2 * PAGE].tolist()) == {value}
-        assert bytes_of(store, tmp_path, 0, "copy", 0) == b"\4" * 2 * PAGE
-        assert bytes_of(store, tmp_path, 0, "copy", 1) == b"\3" * 2 * PAGE
+        assert bytes_of(store, 0, "copy", 0) == b"\4" * 2 * PAGE
+        assert bytes_of(store, 0, "copy", 1) == b"\3" * 2 * PAGE
 
 
 def test_a_slot_stays_right_when_the_slots_flip(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_each_slot_has_its_own_checksums_and_length(tmp_path: Path, version: Ver
             assert found == [(PAGE + 1, {1}), (2 * PAGE, {2})]
             store.versions.flip(0, "copy")
         slot = store.versions.slot(0, "copy", version)
-        with open(arena_file(tmp_path), "r+b") as file:
+        with open(arena_file(store), "r+b") as file:
             file.seek(store.layout.extent(0, "copy", slot).offset)
             file.write(b"x")
             file.flush()

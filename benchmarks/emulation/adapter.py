@@ -178,6 +178,7 @@ def replaced(machine: Machine) -> Iterator[Native]:
             (aio.Ring, "_submit", _submit(machine)),
             (config, "MiB", config.MiB // machine.scale),  # of which the default chunk is a multiple
             (footprint, "_LOAD_TARGET", footprint._LOAD_TARGET // machine.scale),
+            (footprint, "READ_AHEAD", footprint.READ_AHEAD // machine.scale),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield native

@@ -96,7 +96,7 @@ CASES: Final[Mapping[str, Case]] = {
     ),
     "delayed": Case(
         "`delayed`, every step clipped",
-        {**_CLIPPED, "update": "delayed", "delay_warmup_steps": 0},
+        {**_CLIPPED, "update": "delayed"},
         traffic=Traffic(dram=_ADAM_AND_NORM),
     ),
     "parameters-on-host": Case(

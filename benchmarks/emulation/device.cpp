@@ -434,8 +434,14 @@ void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
           const auto* other = schema.arguments()[k].alias_info();
           if (other != nullptr && other->isWrite() && *other == *alias) same = &given[k];
         }
-        if (same != nullptr) value = *same;
-        else if (value.toTensor().defined()) value = made_here(value.toTensor());
+        if (same != nullptr) {
+          at::Tensor made = value.toTensor(), given_one = same->toTensor();
+          if (is_here(given_one) && made.sizes() != given_one.sizes()) {  // as `arange`, of an empty tensor
+            given_one.resize_(made.sizes());
+            raw(given_one).copy_(made);
+          }
+          value = *same;
+        } else if (value.toTensor().defined()) value = made_here(value.toTensor());
       } else if (value.isTensorList()) {
         c10::List<at::Tensor> made;
         for (const at::Tensor& tensor : value.toTensorList()) made.push_back(made_here(tensor));

@@ -28,7 +28,6 @@ from emulation.tracing import Span, causes, waits_of_engine
 
 #: Of the real machine: far more than the models take.
 HOST_MEMORY: Final = 256 << 30
-_READ_AHEAD: Final = 1 << 30  # the engine's default
 
 
 class Contestant:
@@ -63,7 +62,6 @@ class Contestant:
             "device": "cuda",
             "dtype": "bf16",
             "host_memory": HOST_MEMORY // scale,
-            "read_ahead_memory": _READ_AHEAD // scale,
             **self.case.settings,
         }
         if settings.get("parameters") == "host":
@@ -76,6 +74,7 @@ class Contestant:
         config = infinity.Config(**settings)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
         self.model, self.optimizer = infinity.wrap(model, adam, config)
+        self.optimizer.delayed_from = 0
         named = {name: value for name, value in settings.items() if name != "nvme"}
         self.about = {"settings": named, "chunk_elements": adapter.largest_chunk(self.optimizer) * scale}
 

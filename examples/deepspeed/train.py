@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.integrations.deepspeed import config_from, scheduler_from
 
 SETTINGS = Path(__file__).with_name("ds_config.json")
 
@@ -16,12 +17,12 @@ def batch(index):
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-config, notes = infinity.Config.from_deepspeed(SETTINGS)
+config, notes = config_from(SETTINGS)
 print(*notes, sep="\n")
 model.to(torch.bfloat16)  # begins with the masters of DeepSpeed
 adam = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 model, optimizer = infinity.wrap(model, adam, config)
-scheduler = infinity.optim.deepspeed_scheduler(SETTINGS, optimizer)
+scheduler = scheduler_from(SETTINGS, optimizer)
 
 for step in range(20):
     for micro in range(2):

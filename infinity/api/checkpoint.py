@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,12 +37,10 @@ from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm, told
 from infinity.params.param import ShardedParam
-from infinity.storage.checkpoints import Found
+from infinity.storage.checkpoints import Found, instead
 from infinity.storage.checksums import RangeCrc, Sums
 from infinity.storage.interrupt import GRACE
 from infinity.storage.tensor_file import TensorFile, on_host
-from infinity.storage.tensor_header import DTYPES
-from infinity.storage.tensor_layout import joined
 from infinity.version import __version__
 
 from . import ties
@@ -134,19 +132,6 @@ def check_free(path: str, nbytes: int, what: str, cure: str) -> None:
         )
 
 
-def check_shared(path: str, rank: int) -> None:
-    """Raise `DirectoryError` unless this rank sees the file that the first rank has just made, by a name that
-    no other file has: then they share its directory."""
-    if not os.path.exists(path):
-        raise DirectoryError(
-            f"{os.path.dirname(path)} is not one directory for all ranks",
-            path=path,
-            expected="a directory on a file system that all nodes share",
-            found=f"rank {rank} does not see the directory that rank 0 has created there",
-            cure="name a directory that all nodes share",
-        )
-
-
 def content_of(
     *,
     crcs: Mapping[str, Any],
@@ -160,7 +145,7 @@ def content_of(
     buffers_of_other_ranks: Sequence[Any],
     finite: bool,
 ) -> dict[str, Any]:
-    """Return the content of an index, beside what `Save.index` adds.
+    """Return the content of an index, beside what `Save.commit` adds.
 
     Args:
         crcs: of each file, the checksums of its tensors.
@@ -195,7 +180,7 @@ def wrong_index(path: str, error: Exception) -> CorruptionError:
     )
 
 
-def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: str = "directory") -> str:
+def path_of(path: str | os.PathLike[str], example: str = "checkpoints") -> str:
     """Return a path as a string, with the user's directory in the place of "~".
 
     Raises:
@@ -205,36 +190,30 @@ def path_of(path: str | os.PathLike[str], example: str = "checkpoints", kind: st
         name = os.fsdecode(path)
     except TypeError as error:
         raise ConfigError(
-            f"the path of the {example} {kind} is not a path",
+            f"the path of the {example} directory is not a path",
             expected="a str, or a pathlib.Path",
             found=repr(path),
             cure=f'"{example}"',
         ) from error
     if not name:
         raise ConfigError(
-            f"the path of the {example} {kind} is empty",
+            f"the path of the {example} directory is empty",
             expected="a path",
             found=repr(path),
             cure=f'"{example}"',
         )
-    return local_path(name, f"the path of the {example} {kind}", example)
+    return local_path(name, f"the path of the {example} directory", example)
 
 
 def elements_here(engine: Engine, *, own: bool = False) -> dict[ShardedParam, int]:
     """Return how many elements of each parameter this rank has; `own`: in its slices."""
-    ranges = ranges_here(engine, own=own)
-    return {sharded: sum(end - begin for begin, end in of) for sharded, of in ranges.items()}
-
-
-def ranges_here(engine: Engine, *, own: bool) -> dict[ShardedParam, list[tuple[int, int]]]:
-    """Return which elements of each parameter this rank has, from one to before another; `own`: in its
-    slices."""
-    found: dict[ShardedParam, list[tuple[int, int]]] = {p: [] for p in engine.params.values()}
+    found = dict.fromkeys(engine.params.values(), 0)
     for unit in engine.units:
-        chunks = [c for c in unit.layout.chunks if not own or unit.layout.owner(c) == engine.comm.rank]
-        for segment in (s for chunk in chunks for s in chunk.segments):
-            found[unit.params[segment.param]].append((segment.offset, segment.offset + segment.numel))
-    return {sharded: joined(ranges) for sharded, ranges in found.items()}
+        for chunk in unit.layout.chunks:
+            if not own or unit.layout.owner(chunk) == engine.comm.rank:
+                for segment in chunk.segments:
+                    found[unit.params[segment.param]] += segment.numel
+    return found
 
 
 def pieces_of(engine: Engine, params: Mapping[ShardedParam, str]) -> dict[str, list[RangeCrc]]:
@@ -246,6 +225,17 @@ def pieces_of(engine: Engine, params: Mapping[ShardedParam, str]) -> dict[str, l
             first = (segment.offset + begin) * dtype.itemsize
             sums.add(params[sharded], first, piece.data_ptr(), piece.nbytes)
     return sums.take()
+
+
+@contextlib.contextmanager
+def naming_another(found: Found) -> Iterator[None]:
+    """A block that reads a checkpoint: the error of a damaged file names the checkpoint to load instead."""
+    try:
+        yield
+    except CorruptionError as error:
+        if error.path is not None and found.path in (error.path, os.path.dirname(error.path)):
+            error.cure = instead(found.path)
+        raise
 
 
 def check_whole(found: Found) -> None:
@@ -260,20 +250,14 @@ def check_whole(found: Found) -> None:
 
 
 def open_saved(found: Found, stem: str, ring: Ring) -> TensorFile | None:
-    """Open the file `stem` of a checkpoint, or its parts that are here; None: it has none.
+    """Open the file `stem` of a checkpoint; None: it has none.
 
     Raises:
         DirectoryError, CorruptionError: see `TensorFile.open`.
         KeyError, TypeError, AttributeError: the index lacks what it must have.
     """
     path = found.file(stem)
-    if path is None:
-        return None
-    sums, apart = found.content["crcs"][stem], found.content.get("apart", {})
-    if stem not in apart:
-        return TensorFile.open(path, ring, sums)
-    tensors = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in apart[stem].items()}
-    return TensorFile.open_parts(found.files(stem), tensors, ring, sums)
+    return None if path is None else TensorFile.open(path, ring, found.content["crcs"][stem])
 
 
 def names_of(engine: Engine) -> dict[ShardedParam, str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.core.errors import CorruptionError, TransferError
-from infinity.storage.checkpoints import aside, is_in, list_checkpoints, warn_apart
+from infinity.storage.checkpoints import aside, check_shared, list_checkpoints
 from infinity.storage.folder import Claim
 from infinity.storage.interrupt import LEAST, asked_apart, interrupted
 
-from .together import agree, together
+from .together import together
 
 if TYPE_CHECKING:  # what a plan asks of a directory needs no torch
     from infinity.hardware.ranks import Comm
@@ -23,37 +23,33 @@ if TYPE_CHECKING:  # what a plan asks of a directory needs no torch
 
 @contextlib.contextmanager
 def claimed(comm: Comm, root: str, check: Callable[[], object]) -> Iterator[None]:
-    """Lock `root` for a block, so that no other run uses it: on each file system that ranks see there, one of
-    them takes the lock. `check` raises an error if the run may not use the directory; each rank with the lock
-    calls it. Collective.
+    """Lock `root` for a block, so that no other run uses it: the first rank takes the lock, and
+    calls `check`, which raises an error if the run may not use the directory. Collective.
 
     Raises:
-        DirectoryError: another active run uses the directory, or it cannot be created.
+        DirectoryError: another active run uses the directory, it cannot be created, or the nodes do
+            not share it.
         InfinityError: an error of `check`. All ranks raise either error, as `together` does.
     """
     stack = contextlib.ExitStack()
     with contextlib.ExitStack() as ends:
         ends.callback(closed_apart, stack.close)
-        word = agree(comm, "a word", secrets.token_hex(4))[0]
-        rank, claims, seen = 0, 0, False
+        with contextlib.ExitStack() as marks:
 
-        def take(mark: Path, marks: contextlib.ExitStack) -> None:
-            stack.enter_context(Claim(root))
-            check()
-            if comm.world > 1:
-                marks.callback(mark.unlink, missing_ok=True)
-                mark.touch()
+            def take() -> str | None:
+                if comm.rank:
+                    return None
+                stack.enter_context(Claim(root))
+                check()
+                mark = Path(root, f".infinity-ranks-{secrets.token_hex(4)}")
+                if comm.world > 1:
+                    marks.callback(mark.unlink, missing_ok=True)
+                    mark.touch()
+                return str(mark)
 
-        while rank < comm.world:  # the first one of those that have not seen what the ones before have made
-            mark = Path(root, f".infinity-ranks-{word}-{rank}")
-            with contextlib.ExitStack() as marks:
-                mine = functools.partial(take, mark, marks) if comm.rank == rank else bool
-                together(comm, "the directory of a run", mine)
-                seen = seen or comm.rank == rank or is_in(mark.name, root)
-                rank = [*agree(comm, "who has seen it", seen), False].index(False)
-                claims += 1
-        if claims > 1 and comm.rank == 0:
-            warn_apart(root, claims)
+            mark = together(comm, "the directory of a run", take)[0]
+            sees = functools.partial(check_shared, mark, comm.rank) if comm.rank else bool
+            together(comm, "who sees the directory of a run", sees)
         yield
 
 

@@ -62,7 +62,7 @@ from infinity.storage.weights import Weights
 from .checks import check_model
 from .closing import Reaper, wait_for_dropped
 from .no_sync import NoSync
-from .ranks import check_matrices, check_ranks, check_same, check_split, check_stage, claim_directories
+from .ranks import check_matrices, check_ranks, check_same, check_split, check_stage
 from .refusal import add_cure
 from .state_dict import install
 from .take_over import give_memory, take_over
@@ -93,7 +93,6 @@ class Engine:
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
         self.matrix_owners: Comm = Alone()
-        self.saves_on_all_ranks = False  # the library whose loop this is does, by `infinity.save`
         self._frozen = frozen
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
         self.recorder = Recorder()
@@ -104,7 +103,6 @@ class Engine:
             mesh,
             timeout=config.rank_timeout,
             patience=PATIENCE,
-            independent=config.independent_replicas,
         )
         comm = reach(device=device.torch_device)
         try:
@@ -150,8 +148,6 @@ class Engine:
         if matrices and comm.world > 1 and config.zero_stage > 0:
             self.matrix_owners = reach(device=torch.device("cpu"), apart=True)  # [Note: whole at its owner]
             self.matrix_owners.be_punctual()
-        if config.independent_replicas:
-            claim_directories(comm, config)
         self.budget = budget_here(config, device, comm)
         sets = [s.working_set for s in scopes]
         whole, aligned, placements = config.zero_stage == 0, alignment_of(config), config.placements
@@ -177,7 +173,7 @@ class Engine:
                 places=files.places if files is not None else None,
             )
             wanted = demand(layouts, plans, sets, config, staged=device.staged)
-            if size == sizes[-1] or wanted.leaves_room(config, self.budget):
+            if size == sizes[-1] or wanted.leaves_room(self.budget):
                 break
         try:
             self.footprint: Footprint = within(wanted, config, self.budget, staged=device.staged)
@@ -203,13 +199,11 @@ class Engine:
                     config.aio_backend,
                     config.block_bytes,  # type: ignore[arg-type]
                     config.queue_depth,
-                    config.io_deadline,
                 ),
                 pins=pins,
                 recorder=self.recorder,
                 node=node,
                 files=files,
-                rank=comm.rank,
             )
             try:
                 store = make_store()
@@ -263,8 +257,7 @@ class Engine:
             anew = not all(plans[chunk.id].copy_is_master for chunk in layout.trainable_chunks)
             watched: Collection[int] = ()
             stays = placed if owners.world == 1 else stage < 3
-            # Ranks have copies, which are to be equal.
-            if self.config.check_edits or (comm.world > 1 and stays):
+            if comm.world > 1 and stays:  # ranks have copies, which are to be equal
                 watched = range(len(sharded))
             elif anew and stays:  # [Note: edits]
                 watched = [i for i, spec in enumerate(layout.params) if spec.trainable]
@@ -273,7 +266,6 @@ class Engine:
                     *(layout, sharded, device, owners, uses),
                     placed=placed,
                     stage=stage,
-                    look=self.config.check_edits,
                     watched=watched,
                     trains=optimizer is not None,
                 )
@@ -327,7 +319,6 @@ class Engine:
             self.gradients,
             list(self.params.values()),
             compute_dtype=self.config.compute_dtype,
-            output_dtype=self.config.cast_outputs,
             activations=self.activations,
         )
         self._handles: list[Any] = [*install(model, self)]

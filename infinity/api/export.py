@@ -20,7 +20,7 @@ from infinity.core.sizes import parse_dtype, parse_size
 from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Alone, Comm
 from infinity.params.param import plain_name
-from infinity.storage.checkpoints import Found, find
+from infinity.storage.checkpoints import Found, check_shared, find
 from infinity.storage.folder import Folder
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.shards import Shards
@@ -32,10 +32,10 @@ from .adapters import Merged, adapted_name, adapters_of, adapts_itself, base_of,
 from .checkpoint import (
     Progress,
     check_free,
-    check_shared,
     check_whole,
     interruptible,
     library_of,
+    naming_another,
     open_saved,
     path_of,
     reading_ring,
@@ -139,7 +139,9 @@ def export(
                     found=type(model).__name__,
                     cure="infinity.export(model, path)",
                 )
-            content = _of_checkpoint(find(path_of(model)), wanted, limit, stack)
+            found = find(path_of(model))
+            stack.enter_context(naming_another(found))
+            content = _of_checkpoint(found, wanted, limit, stack)
             _check_merge(merge_adapters, False)
             return target, content, files
 
@@ -209,7 +211,6 @@ class _Writing:
             settle(self._engine)
         if self._comm.rank:
             return None
-        self._comm.claim(os.path.realpath(self._path))
         self._folder = self._stack.enter_context(Folder(self._path))
         self._open(self._path)
         check_free(self._path, self._total, "the model", "or export elsewhere, or in another dtype")
@@ -407,8 +408,6 @@ def _of_checkpoint(
         for stem in ("parameters", "buffers"):
             if (file := open_saved(found, stem, ring)) is not None:
                 files[stem] = stack.enter_context(file)
-                for name, entry in file.entries.items():
-                    file.places(name, 0, entry.nbytes)  # it is all here
         there = files["parameters"].entries if "parameters" in files else {}
         if lacking := index["parameters"].keys() ^ there.keys():
             raise KeyError(min(lacking))

@@ -36,9 +36,8 @@ def gathered(
         write: whether the engine keeps edits (also in the fp32 master): in place, by ``p.data = t``, or
             through an alias. If a value does not change, its master keeps its low bits. Without ``write``, an
             edit that torch counts raises an error for parameters that are not placed on the device. An edit
-            that torch does not count (``p.data.copy_()``, numpy) may be lost; only
-            ``Config(check_edits=True)`` finds it. If two parameters get the memory of one tensor, each gets
-            its own copy of it.
+            that torch does not count (``p.data.copy_()``, numpy) may be lost. If two parameters get the
+            memory of one tensor, each gets its own copy of it.
         source: with several ranks, the rank whose edits the engine keeps. Then the block is a collective: all
             ranks enter it, with the same parameters. If another rank edits a parameter that `source` edits
             too, the engine ignores the edit of the other rank.

@@ -1,11 +1,9 @@
 """Models of transformers and diffusers: the structure that a directory describes, and the places of its
 values.
 
-[Note: names in files] The tensors of a directory may have other names than the parameters that transformers
-makes from them, and transformers may combine several into one (experts). Only transformers knows the rules,
-so the engine uses them: it renames names by these rules, and runs a conversion on small tensors with distinct
-numbers. If the result is a concatenation of the inputs, the parameter is a concatenation of the tensors in
-the file, and the engine reads it without ever holding it whole in memory. Otherwise transformers loads the
+[Note: names in files] Where the files have a tensor for each parameter, by its name and in its shape, the
+engine reads them. Some models have other names in files, or combine several tensors into a parameter
+(experts). Only transformers knows these rules, and offers them by `from_pretrained` alone: that loads such a
 model.
 """
 
@@ -14,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import importlib.util
-import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +26,6 @@ from infinity.core.optional import broken, optional
 from infinity.hardware.aio import Ring
 from infinity.params.discover import fp32_patterns
 from infinity.storage.tensor_file import TensorFile
-from infinity.storage.tensor_header import Entry
 from infinity.storage.weights import FileTensor, Weights
 
 from .adapters import adapters_differ, check_not_adapters
@@ -87,7 +82,7 @@ def read_config(directory: str) -> Any:
 
 def dtype_of(config: Any) -> torch.dtype:
     """Return the dtype that a configuration names; fp32, if it names none."""
-    named = getattr(config, dtype_keyword(), None)
+    named = getattr(config, "dtype", None)
     return named if isinstance(named, torch.dtype) else torch.float32
 
 
@@ -121,7 +116,7 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
         with without_values():
             if isinstance(config, dict):
                 return _in_dtype(kind.from_config(config), dtype)
-            model: Any = kind._from_config(config, **{dtype_keyword(): dtype})
+            model: Any = _constructed(kind, config, dtype)
     except Exception as error:
         raise unreadable(directory, error) from error
     for name in kept(model, dtype, parameters=False):
@@ -136,6 +131,20 @@ def structure(directory: str, config: Any, dtype: torch.dtype) -> nn.Module:
         except Exception as error:
             raise unreadable(directory, error) from error
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _constructed(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Return a model of transformers in `dtype`, without the values of its parameters."""
+    config = copy.deepcopy(config)
+    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if each is not None:
+            each.dtype = dtype
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return kind(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _in_dtype(model: Any, dtype: torch.dtype) -> nn.Module:
@@ -167,7 +176,7 @@ def load_whole(directory: str, hf_config: Any, config: Config) -> nn.Module:
     """
     kind = class_of(directory, hf_config)
     told = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-    keyword = "torch_dtype" if isinstance(hf_config, dict) else dtype_keyword()
+    keyword = "torch_dtype" if isinstance(hf_config, dict) else "dtype"
     with init(config):
         try:
             # transformers takes "auto": the dtype of the files. diffusers keeps that where it is told none.
@@ -189,33 +198,47 @@ def find_weights(directory: str, model: nn.Module, ring: Ring, stack: contextlib
         CorruptionError: a file is not what it should be.
     """
     files = open_files(directory, ring, stack)
-    entries = {name: (file, file.entries[name]) for file in files for name in file.entries}
-    targets = _targets(model, {name: entry for name, (_, entry) in entries.items()})
-    if targets is None:
-        return None
-
-    def pieces_of(name: str) -> list[FileTensor]:
-        return [FileTensor(entries[n][0], n, entries[n][1].numel) for n in targets[name]]
-
-    pieces: dict[str, list[FileTensor]] = {}
+    there = {name: FileTensor(file, name, e.numel) for file in files for name, e in file.entries.items()}
+    known = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+    of_transformers = hasattr(model, "base_model_prefix")
+    if of_transformers:
+        there = _renamed(there, known, f"{model.base_model_prefix}.")
+    tensors: dict[str, FileTensor] = {}
     lacking = []
     for first, names, param in named(model):
-        found = [pieces_of(name) for name in names if name in targets]
+        found = [there[name] for name in names if name in there]
         if not found:
             lacking.append(first)
             continue
-        if any(sum(p.numel for p in each) != param.numel() for each in found):
+        if any(tensor.numel != param.numel() for tensor in found):
             raise other_shape(directory, first, param.shape, "another number of elements")
         if not all(same_values(found[0], other) for other in found[1:]):
             return None  # they are not tied after all
-        pieces |= dict.fromkeys(names, found[0])
+        tensors |= dict.fromkeys(names, found[0])
     if lacking:
-        raise missing(directory, lacking, entries)
+        saved = [name for file in files for name in file.entries]
+        if not of_transformers or adapters_differ(directory, lacking, saved) is not None:
+            raise missing(directory, lacking, saved)
+        return None  # see [Note: names in files]
     for name, buffer in model.named_buffers():
-        if name in targets and buffer.numel() == sum(p.numel for p in pieces_of(name)):
-            [piece] = pieces_of(name)
-            piece.file.read(piece.name, 0, buffer)
-    return Weights(pieces)
+        if name in known and name in there and buffer.numel() == there[name].numel:
+            there[name].file.read(there[name].name, 0, buffer)
+    return Weights(tensors)
+
+
+def _renamed(
+    there: Mapping[str, FileTensor], known: Mapping[str, torch.Size], prefix: str
+) -> dict[str, FileTensor]:
+    """Return the tensors of files by the names that they have in a model of transformers: a model may
+    have been saved with a head or without one."""
+    found = {}
+    for name, tensor in there.items():
+        shape = torch.Size(tensor.file.entries[name].shape)
+        for target in (name, prefix + name, name.removeprefix(prefix)):
+            if known.get(target) == shape:
+                found[target] = tensor
+                break
+    return found
 
 
 def open_files(directory: str, ring: Ring, stack: contextlib.ExitStack) -> list[TensorFile]:
@@ -277,14 +300,10 @@ def named(model: nn.Module) -> Iterator[tuple[str, list[str], nn.Parameter]]:
         yield each[0], each, param
 
 
-def same_values(first: Sequence[FileTensor], second: Sequence[FileTensor]) -> bool:
-    """Return whether two parameters' values are the same, bit for bit."""
-    if [(p.numel, p.dtype) for p in first] != [(p.numel, p.dtype) for p in second]:
+def same_values(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
+    """Return whether two tensors have the same values, bit for bit."""
+    if (first.numel, first.dtype) != (second.numel, second.dtype):
         return False
-    return all(_same(a, b) for a, b in zip(first, second, strict=True))
-
-
-def _same(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
     ours, theirs = (torch.empty(min(count, first.numel), dtype=first.dtype) for _ in range(2))
     for begin in range(0, first.numel, count):
         numel = min(count, first.numel - begin)
@@ -295,121 +314,8 @@ def _same(first: FileTensor, second: FileTensor, count: int = 1 << 20) -> bool:
     return True
 
 
-# -- what transformers says of names -----------------------------------------------------------
-
-
-def _targets(model: Any, entries: Mapping[str, Entry]) -> dict[str, list[str]] | None:
-    """Return the tensors of the files that each parameter and buffer consists of, one after the other; None:
-    that is not all that transformers does with them. See [Note: names in files]."""
-    known = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
-    if not hasattr(model, "base_model_prefix"):  # a model of somebody's own
-        return {name: [name] for name in entries if name in known}
-    if importlib.util.find_spec("transformers.core_model_loading") is not None:
-        return _converted(model, entries, known)
-    if getattr(model, "_checkpoint_conversion_mapping", None):
-        return None
-    prefix = f"{model.base_model_prefix}."
-    targets = {}
-    for name, entry in entries.items():
-        for target in (name, prefix + name, name.removeprefix(prefix)):
-            if known.get(target) == torch.Size(entry.shape):
-                targets[target] = [name]
-                break
-    return targets
-
-
-def _converted(
-    model: Any, entries: Mapping[str, Entry], known: Mapping[str, torch.Size]
-) -> dict[str, list[str]] | None:
-    """`_targets`, as transformers 5 has it."""
-    try:
-        from transformers import conversion_mapping
-        from transformers import core_model_loading as loading
-
-        rules = conversion_mapping.get_model_conversion_mapping(model)
-        renamings = [r for r in rules if isinstance(r, loading.WeightRenaming)]
-        converters = [r for r in rules if isinstance(r, loading.WeightConverter)]
-        prefix = model.base_model_prefix
-        of: dict[str, list[tuple[str, Any]]] = {}
-        for name in sorted(entries, key=loading.dot_natural_key):
-            target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
-            if target not in known and name in known:
-                target, pattern = loading.rename_source_key(name, [], [], prefix, known)
-            if target in known:
-                of.setdefault(target, []).append((name, pattern))
-            elif pattern is not None:
-                return None
-        targets = {}
-        for target, sources in of.items():
-            if sources[0][1] is None:
-                order: list[str] | None = [sources[0][0]]
-                whole = torch.Size(entries[sources[0][0]].shape)
-            else:
-                order, whole = _order(model, target, sources, converters, entries)
-            if order is None or whole != known[target]:
-                return None
-            targets[target] = order
-        return targets
-    except (ImportError, AttributeError, TypeError):  # a version that has it otherwise
-        return None
-
-
-def _order(
-    model: Any,
-    target: str,
-    sources: Sequence[tuple[str, Any]],
-    converters: Sequence[Any],
-    entries: Mapping[str, Entry],
-) -> tuple[list[str] | None, torch.Size]:
-    """Return the order in which a conversion puts tensors one after the other into the parameter `target`,
-    and its shape; None: it does something else."""
-
-    def convert(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        rule = next(c for c in converters if sources[0][1] in c.source_patterns)
-        rule = copy.deepcopy(rule)
-        for (name, pattern), tensor in zip(sources, tensors, strict=True):
-            rule.add_tensor(target, name, pattern, tensor)
-        made = rule.convert(target, model=model, config=model.config)
-        if list(made) != [target]:
-            return None  # one tensor becomes several
-        result = made[target]
-        result = result[0] if isinstance(result, list) else result
-        return result if isinstance(result, torch.Tensor) else None
-
-    numbers = itertools.count()
-    small = []
-    for name, _ in sources:
-        shape = [2 + i for i in range(len(entries[name].shape))]
-        numel = torch.Size(shape).numel()
-        small.append(torch.tensor([next(numbers) for _ in range(numel)]).view(shape))
-    try:
-        made = convert(small)
-        whole = convert([torch.empty(entries[n].shape, device="meta") for n, _ in sources])
-    except (RuntimeError, ValueError, KeyError, IndexError, NotImplementedError):
-        return None, torch.Size()  # it looks at values, or at more than these tensors
-    if made is None or whole is None:
-        return None, torch.Size()
-    begins = {int(t.view(-1)[0]): (name, t.numel()) for (name, _), t in zip(sources, small, strict=True)}
-    flat, order, at = made.reshape(-1).tolist(), [], 0
-    while at < len(flat):
-        name, numel = begins.pop(flat[at], ("", 0))
-        if not numel or flat[at : at + numel] != list(range(flat[at], flat[at] + numel)):
-            return None, torch.Size()
-        order.append(name)
-        at += numel
-    return (None if begins else order), whole.shape
-
-
-def dtype_keyword() -> str:
-    """Return the name of the dtype argument of transformers' `from_pretrained`: the name has changed."""
-    import transformers
-
-    return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-
-
 def class_of(directory: str, config: Any) -> Any:
-    """Return the class of transformers that a configuration names, or the one that writes text; or that of
-    diffusers."""
+    """Return the class of transformers, or of diffusers, that a configuration names."""
     if isinstance(config, dict):
         return _class_of_diffusers(directory, config)
     base = imported("transformers", "PreTrainedModel")
@@ -418,9 +324,6 @@ def class_of(directory: str, config: Any) -> Any:
         found = imported("transformers", name)
         if isinstance(found, type) and issubclass(found, base):
             return found
-    for auto in (imported("transformers", f"AutoModelFor{kind}LM") for kind in ("Causal", "Seq2Seq")):
-        if not names and type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
     raise DataError(
         f"transformers does not have the model in {directory!r}",
         expected="a class of transformers as `architectures`, in config.json; infinity never executes code "

@@ -21,7 +21,7 @@ from infinity.storage.weights import FileTensor, Weights
 
 from . import hugging_face
 from .adapters import check_not_adapters
-from .checkpoint import Progress, check_whole, open_saved, path_of, reading_ring
+from .checkpoint import Progress, check_whole, naming_another, open_saved, path_of, reading_ring
 from .engine import Engine
 
 _TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|model|jinja)")
@@ -175,8 +175,8 @@ def _weights_at(directory: str, model: nn.Module, stack: contextlib.ExitStack) -
     if values is None:
         raise DataError(
             f"the files in {directory!r} have the parameters of this model in another form",
-            expected="parameters that are concatenations of the tensors in the files",
-            found="parameters that transformers computes from these tensors",
+            expected="a tensor for each parameter, of its name and its shape",
+            found="tensors that only transformers can turn into the parameters",
             cure=f"infinity.inference({directory!r}, config)",
         )
     return values
@@ -237,6 +237,7 @@ def _of_hugging_face(directory: str, model: nn.Module, stack: contextlib.ExitSta
 
 
 def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) -> Weights:
+    stack.enter_context(naming_another(found))
     ring = stack.enter_context(reading_ring())
     try:
         return _in_checkpoint(found, model, ring, stack)
@@ -257,7 +258,7 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
         raise KeyError("parameters")
     stack.enter_context(file)
     saved = {tied: name for name, p in found.content["parameters"].items() for tied in (name, *p["tied"])}
-    pieces: dict[str, list[FileTensor]] = {}
+    tensors: dict[str, FileTensor] = {}
     lacking = []
     for first, names, param in hugging_face.named(model):
         there = list(dict.fromkeys(saved[n] for n in names if n in saved))
@@ -268,11 +269,10 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
             entry = file.entries[name]
             if entry.shape != tuple(param.shape):
                 raise hugging_face.other_shape(found.path, first, param.shape, [*entry.shape])
-            file.places(name, 0, entry.nbytes)  # it is all here
-        parts, *others = ([FileTensor(file, name, file.entries[name].numel)] for name in there)
-        if not all(hugging_face.same_values(parts, other) for other in others):
+        tensor, *others = (FileTensor(file, name, file.entries[name].numel) for name in there)
+        if not all(hugging_face.same_values(tensor, other) for other in others):
             raise hugging_face.not_tied(found.path, names, there)
-        pieces |= {each: parts for each in names}
+        tensors |= dict.fromkeys(names, tensor)
     if lacking:
         raise hugging_face.missing(found.path, lacking, saved)
     buffers = found.file("buffers")
@@ -280,4 +280,4 @@ def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib
     for name, buffer in model.named_buffers():
         if name in given and given[name].shape == buffer.shape:
             buffer.copy_(given[name])
-    return Weights(pieces)
+    return Weights(tensors)

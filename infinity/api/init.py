@@ -25,7 +25,6 @@ import math
 import mmap
 import os
 import shlex
-import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,9 +41,9 @@ from infinity.core.errors import DirectoryError, StorageError
 from infinity.core.sizes import ALIGNMENT, MiB, ceil_to
 from infinity.core.system_errors import cure, reason
 from infinity.hardware.comm import numbers
+from infinity.hardware.probe import nameless_file
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.machine import LEAST_SCRATCH, roomiest
-from infinity.storage.leftovers import reclaim
 
 from .this_machine import temporary_directory
 
@@ -85,13 +84,12 @@ def init(config: Config, mesh: object = None) -> Iterator[None]:
         ConfigError: `nvme` contains ``{local_rank}``, and the number of this rank on its machine is unknown;
             or `wrap` does not accept the mesh.
     """
-    rank, local_rank = numbers(mesh, independent=config.independent_replicas)
+    rank, local_rank = numbers(mesh)
     if rank:
         with without_values():
             yield
         return
     config = config.for_rank(rank, local_rank)
-    reclaim(config.directories)  # what a killed run has left there is room for this one
     backing = _Backing(config.directories or (temporary_directory(),))
     handle = register_module_parameter_registration_hook(backing.on_registration)
     before = os.environ.get(_HF_ONE_BY_ONE)
@@ -166,7 +164,7 @@ class ScratchFile:
         self.directory = directory
         self.end = 0
         try:
-            self.fd = _open_nameless(directory)
+            self.fd = nameless_file(directory)
         except OSError as error:
             raise DirectoryError(
                 f"cannot create a scratch file in {directory!r}",
@@ -374,18 +372,6 @@ def extent_elements(data: torch.Tensor) -> int:
     if data.numel() == 0:
         return 0
     return 1 + sum((int(n) - 1) * int(s) for n, s in zip(data.shape, data.stride(), strict=True))
-
-
-def _open_nameless(directory: str) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        return os.open(directory, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    fd, name = tempfile.mkstemp(prefix=".infinity-scratch-", dir=directory)
-    os.unlink(name)
-    return fd
 
 
 def _close(fd: int) -> None:

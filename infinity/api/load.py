@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from infinity.core.errors import CorruptionError, StateDictError, StorageError
+from infinity.core.errors import DirectoryError, StateDictError, StorageError
 from infinity.core.sizes import MOMENT_BLOCK
 from infinity.hardware.aio import Ring
 from infinity.hardware.ranks import Comm
@@ -20,7 +20,7 @@ from infinity.optim.pieces import read_moment, write_moment
 from infinity.optim.state_io import bump
 from infinity.params.param import ShardedParam
 from infinity.planning.parts import scales_of
-from infinity.storage.checkpoints import Found, find, finish
+from infinity.storage.checkpoints import INDEX, Found, check_shared, find
 from infinity.storage.checksums import sums_of
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, read_all
@@ -32,10 +32,10 @@ from .checkpoint import (
     buffers_of,
     elements_here,
     names_of,
+    naming_another,
     open_saved,
     path_of,
     pieces_of,
-    ranges_here,
     reading_ring,
     wrong_index,
 )
@@ -112,7 +112,8 @@ def load(
         loading, given = make(
             lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))
         )
-        make(loading.run)
+        with naming_another(loading.found):
+            make(loading.run)
 
     def give() -> None:
         for name, thing in (state or {}).items():
@@ -139,8 +140,9 @@ def _prepare(
         newest, loading = _newest(comm, path), None
         try:
             loading = _Loading(engine, _found_there(comm, newest), strict, progress)
-            given = guarded(comm, "what is loaded", partial(loading.check, state))
-            agree(comm, "what is loaded")
+            with naming_another(loading.found):
+                given = guarded(comm, "what is loaded", partial(loading.check, state))
+                agree(comm, "what is loaded")
             return loading, given
         except BaseException as error:
             if loading is not None:
@@ -172,8 +174,7 @@ def _found_there(comm: Comm, newest: tuple[str, int, Found | None]) -> Found:
     """Return the checkpoint that `_newest` has found, as this rank sees it. Collective.
 
     Raises:
-        DirectoryError, CorruptionError: the checkpoint does not exist on one of the ranks, or is another one
-            there; on all ranks.
+        DirectoryError, CorruptionError: one of the ranks sees none, or another one there; on all ranks.
     """
     at, counter, found = newest
 
@@ -181,15 +182,15 @@ def _found_there(comm: Comm, newest: tuple[str, int, Found | None]) -> Found:
         nonlocal found
         if found is not None:
             return
-        finish(at, counter)
+        check_shared(os.path.join(at, INDEX), comm.rank)
         found = find(at)
         if found.counter != counter:
-            raise CorruptionError(
+            raise DirectoryError(
                 f"{at} is not the same checkpoint for all ranks",
                 path=at,
                 expected=f"the checkpoint that rank 0 has found, with the counter {counter}",
                 found=f"a checkpoint with the counter {found.counter}, on rank {comm.rank}",
-                cure="if the nodes share no directory, give each node the directory that it had at the save",
+                cure="name a directory that all nodes share",
             )
 
     together(comm, "where that is", look)
@@ -207,7 +208,7 @@ class _Loading:
 
     def __init__(self, engine: Engine, found: Found, strict: bool, progress: Progress) -> None:
         self._engine = engine
-        self._found = found
+        self.found = found
         self._strict = strict
         self._progress = progress
         self._done = self._total = 0
@@ -228,8 +229,8 @@ class _Loading:
         self._stack = contextlib.ExitStack()
 
     def _read_all(self, stem: str) -> dict[str, torch.Tensor]:
-        path = self._found.file(stem)
-        return {} if path is None else read_all(path, self._ring, self._found.content["crcs"][stem])
+        path = self.found.file(stem)
+        return {} if path is None else read_all(path, self._ring, self.found.content["crcs"][stem])
 
     def _read_some(self, stem: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -241,23 +242,7 @@ class _Loading:
         return found
 
     def _open(self, stem: str) -> TensorFile | None:
-        return open_saved(self._found, stem, self._ring)
-
-    def _check_here(self) -> None:
-        """Raise `DirectoryError` if something that this rank reads was saved on another file system, and is
-        not here."""
-        needed, of = ranges_here(self._engine, own=False), self._engine.states.moments_of
-        for sharded, name in self._names.items():
-            blocks = {moment.name: moment.block for moment in of(sharded)}
-            for begin, end in needed.get(sharded, ()):
-                for stem, file in self._files.items():
-                    if (entry := file.entries.get(name)) is None:
-                        continue
-                    first, last, block = begin, end, blocks.get(stem, 1)
-                    if stem in self._scales.values() and stem not in blocks:
-                        first, last = 0, entry.numel  # `_all_scales`
-                    size = entry.dtype.itemsize
-                    file.places(name, first // block * size, (-(-last // block) - first // block) * size)
+        return open_saved(self.found, stem, self._ring)
 
     # -- before anything is changed ---------------------------------------------------------
 
@@ -272,21 +257,20 @@ class _Loading:
                 for stem in ("parameters", *moments, *self._scales.values(), "front"):
                     if (file := self._open(stem)) is not None:
                         self._files[stem] = stack.enter_context(file)
-                self._check_here()
                 self._again = self._open("parameters")  # a tensor's bytes come in order, and once
                 if self._again is not None:
                     stack.enter_context(self._again)
                 self._stack = stack.pop_all()
             return given
         except (KeyError, TypeError, AttributeError) as error:
-            raise wrong_index(self._found.path, error) from error
+            raise wrong_index(self.found.path, error) from error
 
     def _compare(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
-        index, engine = self._found.content, self._engine
+        index, engine = self.found.content, self._engine
         self._values = self._read_all("values")
-        given: dict[str, Any] = decode(index["state"], self._values, self._found.path)
+        given: dict[str, Any] = decode(index["state"], self._values, self.found.path)
         self._random = [
-            decode(state, self._values, self._found.path)
+            decode(state, self._values, self.found.path)
             for state in (index["random"], *index.get("random_of_other_ranks", ()))
         ]
         counts_of({"infinity": index["counts"]})
@@ -309,7 +293,7 @@ class _Loading:
                 self._stay[s] = name, there["crc32c"]
         unexpected = sorted(index["parameters"].keys() - set(self._names.values()))
         self._buffers = self._read_all("buffers")
-        others = decode(index.get("buffers_of_other_ranks", []), self._values, self._found.path)
+        others = decode(index.get("buffers_of_other_ranks", []), self._values, self.found.path)
         if engine.comm.rank and engine.comm.world == len(others) + 1:
             self._buffers |= others[engine.comm.rank - 1]
         here = buffers_of(engine)
@@ -331,7 +315,7 @@ class _Loading:
     def _refuse(self, what: str, found: str, names: list[str]) -> None:
         if names:
             raise StateDictError(
-                f"the checkpoint {self._found.path} {what}",
+                f"the checkpoint {self.found.path} {what}",
                 expected="the parameters, buffers and state of the run that loads it; nothing was changed",
                 found=f"{found} {_listed(names, ', ')}",
                 cure="load it into the model that was saved; or load with strict=False, which loads what "
@@ -354,7 +338,7 @@ class _Loading:
                 wrong.append(f"{name} {[*self._buffers[name].shape]}, of the model {[*buffer.shape]}")
         if wrong:
             raise StateDictError(
-                f"the checkpoint {self._found.path} has other shapes than the model",
+                f"the checkpoint {self.found.path} has other shapes than the model",
                 expected="the shapes of the model; nothing was changed",
                 found=_listed(wrong, "; "),
                 cure="build the model as it was when it was saved",
@@ -362,13 +346,13 @@ class _Loading:
 
     def _check_groups(self) -> None:
         groups = self._engine.optimizer.param_groups
-        saved = self._found.content["groups"]
-        rule, kind = self._engine.optimizer.rule, self._found.content.get("optimizer", "Adam")
+        saved = self.found.content["groups"]
+        rule, kind = self._engine.optimizer.rule, self.found.content.get("optimizer", "Adam")
         if kind != rule.kind:
             if not self._strict:
                 return  # the moments begin anew, and the groups of the optimizer keep their options
             raise StateDictError(
-                f"the checkpoint {self._found.path} is of another optimizer",
+                f"the checkpoint {self.found.path} is of another optimizer",
                 expected=f"a checkpoint of a run with {rule.kind}; nothing was changed",
                 found=f"one of a run with {kind}",
                 cure=f"build the {kind} that was saved; or load with strict=False, so that the moments begin "
@@ -389,15 +373,15 @@ class _Loading:
             places = [{n: i for i, g in enumerate(groups_) for n in g} for groups_ in (here, there)]
             name = next((n for n in places[0] if places[0][n] != places[1].get(n)), None)
             raise StateDictError(
-                f"the checkpoint {self._found.path} has other param groups than the optimizer",
+                f"the checkpoint {self.found.path} has other param groups than the optimizer",
                 expected=f"{len(here)} groups" + (f", {name!r} in group {places[0][name]}" if name else ""),
                 found=f"{len(there)} groups" + (f", it in group {places[1].get(name)}" if name else ""),
                 cure="build the optimizer with the groups that were saved; or load with strict=False, so "
                 "that the groups keep their current options. Nothing was changed",
             )
-        self._options = [decode(g["options"], self._values, self._found.path) for g in saved]
+        self._options = [decode(g["options"], self._values, self.found.path) for g in saved]
         for options, group in zip(self._options, groups, strict=True):
-            rule.check_saved(options, f"the checkpoint {self._found.path}", group)
+            rule.check_saved(options, f"the checkpoint {self.found.path}", group)
 
     # -- the change -------------------------------------------------------------------------
 
@@ -407,7 +391,7 @@ class _Loading:
 
     def run(self) -> None:
         """Change everything."""
-        engine, index, comm = self._engine, self._found.content, self._engine.comm
+        engine, index, comm = self._engine, self.found.content, self._engine.comm
         with self._stack:
             with engine.phases.beginning_load():
                 together(comm, "the begin of a load", self._begin)
@@ -415,7 +399,7 @@ class _Loading:
                     names = {s: name for s, (name, _) in self._stay.items()}
                     make = partial(pieces_of, engine, names)
                     self._check_base(together(comm, "what the checkpoint leaves out", make))
-            engine.phases.lose(f"a load of {self._found.path} that raised, or was interrupted")
+            engine.phases.lose(f"a load of {self.found.path} that raised, or was interrupted")
             pieces = together(comm, "a load of what each rank has", self._fill_all)
             for stem, file in self._files.items():
                 file.compare([of_rank[stem] for of_rank in pieces])
@@ -445,7 +429,7 @@ class _Loading:
         found = sums_of(of_ranks, sizes)
         if wrong := [name for name, sums in self._stay.values() if found[name] != sums]:
             raise StateDictError(
-                f"the checkpoint {self._found.path} was saved over other frozen parameters",
+                f"the checkpoint {self.found.path} was saved over other frozen parameters",
                 expected="the frozen parameters of the run that saved, which the checkpoint leaves out; "
                 "nothing was changed",
                 found=f"other values of {_listed(wrong, ', ')}",

@@ -33,7 +33,7 @@ def metrics(thing: object) -> dict[str, Any]:
     The optimizer's state dict saves and restores ``steps`` and ``skipped_steps``: those whose
     gradients were not finite, with fp16 or `Config.skip_nonfinite`.
 
-    These figures count since `wrap`: ``nvme/read(GiB)``, ``nvme/written(TB)``,
+    These figures count since `wrap`: ``nvme/read(GiB)``, ``nvme/written(GiB)``,
     ``fetch/units`` (units loaded to the device), ``fetch/hits`` (uses of units that were on the device, or on
     their way), ``activations/kept`` (inputs of checkpointed layers that did not fit on the host).
 
@@ -67,7 +67,7 @@ def metrics(thing: object) -> dict[str, Any]:
         "memory/host_leases_peak(GiB)": sum(q.peak for q in pool.values()) / GiB,
         "memory/nvme(GiB)": engine.footprint.total(Tier.NVME) / GiB,
         "nvme/read(GiB)": sum(s.bytes_read for s in stats) / GiB,
-        "nvme/written(TB)": sum(s.bytes_written for s in stats) / 1e12,
+        "nvme/written(GiB)": sum(s.bytes_written for s in stats) / GiB,
         "delayed/drift": engine.updater.drift.value,
         "fetch/units": float(engine.residency.cache.loads),
         "fetch/hits": float(engine.residency.hits),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -13,8 +12,6 @@ from infinity.core.errors import ConfigError, DivergenceError
 from infinity.core.sizes import Tier
 from infinity.hardware.watch import differences
 from infinity.planning.partition import ParamSpec
-
-from .together import together
 
 if TYPE_CHECKING:  # a plan checks what is available with several ranks, without torch
     import torch
@@ -80,20 +77,6 @@ def check_stage(world: int, config: Config) -> None:
             found=f"some on {away[0]}",
             cure='parameters="device", or zero_stage=3',
         )
-
-
-def claim_directories(comm: Comm, config: Config) -> None:
-    """Claim the NVMe directories, so that no other replica of the job uses them. Collective.
-
-    Raises:
-        ConfigError: one is another's; on all ranks of this replica.
-    """
-
-    def claim() -> None:
-        for directory in config.directories:
-            comm.claim(os.path.realpath(directory), saved=False)
-
-    together(comm, "wrap: its NVMe directories", claim)
 
 
 def check_same(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import os
 import secrets
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
-from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any, Final
 
@@ -28,7 +26,6 @@ from infinity.core.errors import (
 from infinity.core.signals import ENDING, SAVED, Ended
 from infinity.core.system_errors import cure, reason
 from infinity.storage.checkpoints import check_root, list_checkpoints
-from infinity.storage.step_log import StepLog
 
 from .checkpoint import path_of
 from .claimed import claimed, going_on
@@ -37,13 +34,9 @@ from .load import load
 from .save import save
 from .together import agree, agree_on_path, together
 from .user_state import check_named, encode, is_tokenizer
-from .wanted import Wanted
+from .wanted import Wanted, check_minutes
 
 _OWN: Final = "infinity.Run"  # what a checkpoint has of the run, beside the user's state
-#: Figures of the log that the run itself writes.
-_OF_RUN: Final = frozenset(
-    {"step", "time", "run", "seconds", "grad_norm", "loss_scale", "skipped", "tokens_per_second"}
-)
 _TURN: Final = 1.0  # seconds from one look at a lock to the next
 
 
@@ -57,7 +50,6 @@ class Run:
                 loss = model(batch(step))
                 loss.backward()
                 optimizer.step(); scheduler.step(); optimizer.zero_grad()
-                run.log(loss=loss.item())
 
     The run saves at the end of a step, when no gradients wait for an `optimizer.step()`: every `save_every`
     steps, every `save_minutes` minutes, after a SIGUSR1, and after the last step. If a save before the last
@@ -86,7 +78,7 @@ class Run:
     block it ignores SIGUSR1, which would kill the process otherwise.
 
     With several ranks, use the run in the same way on all of them. A signal or a clock on one rank counts for
-    all ranks; an exception on one rank ends all. The first rank writes the log and the messages.
+    all ranks; an exception on one rank ends all. The first rank writes the messages.
 
     Args:
         optimizer: as `wrap` returned it.
@@ -95,17 +87,13 @@ class Run:
             without a run.
         state: further values to save and load, by name: see `save` and `load`.
         save_every: steps between checkpoints. save_minutes: minutes between them; 0: after each step.
-        keep_last: the number of checkpoints that stay; the run removes older ones, but not the newest one
-            whose trained parameters are all finite. None: all stay.
+        keep_last: the number of checkpoints that stay, as in `save`. None: all stay.
         resume: whether the run resumes from the newest checkpoint in `path`. None: if there is one.
-        log: a file to which the run appends one JSON object for each step: its number (from 1), time, the
-            run's id, seconds, grad_norm, loss_scale, whether the step was skipped, and the values that `log`
-            got. A run that resumes truncates it to the steps of its checkpoint.
 
     A step is one body of the loop; it may be a part of an optimizer's step (gradient accumulation). The run
     counts bodies. A checkpoint's name, step-<n>, has the number of the optimizer's steps.
 
-    A run has one block. `steps`, `log` and `save` work inside of it only.
+    A run has one block. `steps` and `save` work inside of it only.
 
     Attributes:
         begin: number of completed steps when the block began; step: of steps completed now; kept: of saved
@@ -114,8 +102,7 @@ class Run:
         saved: the newest checkpoint; None: there is none.
         id: the id of the run; it stays the same when the run resumes.
         stopped: whether a signal has ended the run before its last step.
-        incomplete: errors that explain why checkpoints before the last one, or the log, are missing; one of a
-            kind.
+        incomplete: errors that explain why checkpoints before the last one are missing; one of a kind.
 
     The ``with`` statement raises the errors below before the first step. If the last save failed, the end of
     the block raises its error, of a class that `save` raises; it says how many steps are lost.
@@ -127,10 +114,7 @@ class Run:
         DirectoryError: another active run, perhaps of this process, uses the directory; or the directory is
             not writable, is itself a checkpoint, or has no checkpoint with ``resume=True``.
         CorruptionError: the newest checkpoint is damaged; `cure` has the command that moves it aside.
-        DataError: the log is not writable, or is a file of another kind.
     """
-
-    _log_option = "log="
 
     def __init__(
         self,
@@ -140,30 +124,20 @@ class Run:
         state: MutableMapping[str, Any] | None = None,
         save_every: int | None = None,
         save_minutes: float | None = None,
-        keep_last: int | None = 2,
+        keep_last: int | None = None,
         resume: bool | None = None,
-        log: str | os.PathLike[str] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("save_every", save_every, 1),
-            ("save_minutes", save_minutes, 0),
-            ("keep_last", keep_last, 1),
-        ):
-            kind = int if least else (int, float)
-            if value is not None and (
-                type(value) is bool or not isinstance(value, kind) or not value >= least
-            ):
+        for name, value in (("save_every", save_every), ("keep_last", keep_last)):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(
-                    f"{name}={value!r} is not valid",
-                    expected=f"None, or {'an integer' if least else 'a number'} ≥ {least}",
-                    cure=f"{name}=2",
+                    f"{name}={value!r} is not valid", expected="None, or an integer ≥ 1", cure=f"{name}=2"
                 )
+        check_minutes(save_minutes)
         if resume is not None and type(resume) is not bool:  # 0 and 1 are equal to these
             raise ConfigError(
                 f"resume={resume!r} is not valid", expected="None, True or False", cure="resume=None"
             )
         check_named(state)
-        log_path = None if log is None else path_of(log, "log", "file")
         self.engine = engine_of(optimizer)
         self.optimizer = optimizer
         self.root = None if path is None else os.path.abspath(path_of(path))
@@ -178,19 +152,15 @@ class Run:
         self._given: MutableMapping[str, Any] = {} if state is None else state
         self._every, self._keep_last = save_every, keep_last
         self._resume = resume
-        self._log_path = log_path if self.first else None
-        self._log: StepLog | None = None
         self._asked = Wanted(self.engine, save_minutes)
         self._stack = contextlib.ExitStack()
         self._block = "has not begun"  # what became of the block; "": it is under way
         self._total = 0
-        self._figures: dict[str, Any] = {}
         self._inside = False  # whether the body of the loop runs
         self._open = False  # whether a step has begun that does not count yet
         self._due = False  # whether a save is, which waits
         self._put_off: int | None = None  # until the optimizer has made more steps than these
         self._before = (0, 0)  # as of `_made`, when it began
-        self._began = 0.0
         self._kinds: set[tuple[type, int | None]] = set()
         self._vanished: set[str] = set()
 
@@ -209,8 +179,6 @@ class Run:
                 stack.callback(self._asked.give_back)
                 self._asked.take()
             self._take(stack)
-            together(self.engine.comm, "the log of a run", self._open_log)
-            stack.callback(self._end_log)
             stack.callback(setattr, self, "_block", "has ended")
             self._block = ""
             self._stack = stack.pop_all()
@@ -307,7 +275,7 @@ class Run:
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the number (from 0) of each remaining step of `total`. When the body of the loop ends, the
-        step is complete: the run logs it, and saves if a checkpoint is due.
+        step is complete, and the run saves if a checkpoint is due.
 
         Raises:
             ConfigError: `total` is not an integer ≥ 0; or the block of the run is not under way.
@@ -327,8 +295,7 @@ class Run:
             self._end_step(last=self.step + 1 >= total)
         while self.step < total and not self.stopped:
             self._inside = self._open = True
-            self._before, self._began = self._made(), time.perf_counter()
-            self._figures = {}
+            self._before = self._made()
             try:
                 yield self.step
             finally:  # something may have left the loop
@@ -338,40 +305,6 @@ class Run:
         if not self.stopped:
             self._asked.give_back(ENDING)
             self._asked.pass_on()
-
-    def log(self, **figures: Any) -> None:
-        """Add figures to the log line of the current step: values that JSON supports, or tensors of one
-        element. With `tokens`, the number of tokens in this step, the line also has ``tokens_per_second``.
-
-        Raises:
-            TypeError: JSON does not support a value.
-            ConfigError: the run itself writes a figure of that name (``step``, ``time``, ``run``,
-                ``seconds``, ``grad_norm``, ``loss_scale``, ``skipped``, ``tokens_per_second``); `tokens` is
-                not a number ≥ 0; or the block of the run is not under way.
-        """
-        self._check_inside("run.log(…)")
-        if taken := _OF_RUN.intersection(figures):
-            raise ConfigError(
-                f"run.log cannot take a figure named {min(taken)!r}",
-                expected="another name than those that the run itself writes",
-                found=", ".join(sorted(taken)),
-                cure=f"run.log(my_{min(taken)}=…)",
-            )
-        try:
-            values = {n: v.item() if callable(getattr(v, "item", None)) else v for n, v in figures.items()}
-        except (ValueError, RuntimeError) as error:  # of numpy, and of torch
-            raise TypeError(f"run.log has a value of more than one element: {error}") from error
-        json.dumps(values)
-        tokens = values.get("tokens", 0)
-        number = isinstance(tokens, (int, float)) and type(tokens) is not bool
-        if not number or not 0 <= tokens <= sys.float_info.max:
-            raise ConfigError(
-                f"run.log(tokens={tokens!r}) is not valid",
-                expected="the number of tokens in this step, which the run divides by its seconds",
-                found=type(tokens).__name__,
-                cure="run.log(tokens=batch.numel()), or leave tokens out",
-            )
-        self._figures.update(values)
 
     def save(self) -> None:
         """Save now; inside of a step, when it is over. Raises as `infinity.save`, and ConfigError outside of
@@ -392,7 +325,6 @@ class Run:
     def _count(self) -> None:
         self._open = False
         self.step += 1
-        self._write_line()
 
     def _end_step(self, last: bool) -> None:
         self._count()
@@ -483,39 +415,6 @@ class Run:
                     else "what was saved there is gone; it is made again, where its path now leads"
                 )
                 self._tell(f"{path} has vanished during the run: {what}")
-
-    # -- the log ----------------------------------------------------------------------------
-
-    def _open_log(self) -> None:
-        if self._log_path is not None:
-            self._log = StepLog(self._log_path, self.begin, self._log_option)
-
-    def _write_line(self) -> None:
-        if self._log is None:
-            return
-        seconds, optimizer = time.perf_counter() - self._began, self.engine.optimizer
-        record = {
-            "step": self.step,
-            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            "run": self.id,
-            "seconds": seconds,
-            "grad_norm": optimizer.grad_norm,
-            "loss_scale": optimizer.loss_scale,
-            "skipped": optimizer.skipped_steps > self._before[1],
-        }
-        if "tokens" in self._figures:
-            record["tokens_per_second"] = self._figures["tokens"] / seconds
-        self._lose_log(self._log, self._log.write({**record, **self._figures, "step": self.step}))
-
-    def _end_log(self) -> None:
-        if self._log is not None:
-            self._lose_log(self._log, self._log.close())
-
-    def _lose_log(self, log: StepLog, error: InfinityError | None) -> None:
-        if error is not None:
-            what = f"the log {log.path!r} cannot be written ({log.why})"
-            self._say(f"warning: {what}: the run goes on without it")
-            self.incomplete.append(error)
 
     # -- words ------------------------------------------------------------------------------
 

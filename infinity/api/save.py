@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -13,12 +13,11 @@ import torch
 
 from infinity.core.errors import ConfigError
 from infinity.optim.whole import crc_of
-from infinity.storage.checkpoints import Save, is_in, warn_apart
+from infinity.storage.checkpoints import Save, check_shared
 from infinity.storage.checksums import sums_of
 from infinity.storage.store import Version
 from infinity.storage.tensor_file import TensorFile, write_all
-from infinity.storage.tensor_header import DTYPES, NAMES, Spec, nbytes_of
-from infinity.storage.tensor_layout import Parts, joined, laid_out
+from infinity.storage.tensor_header import NAMES, Spec, nbytes_of
 from infinity.storage.under_way import UnderWay
 
 from .checkpoint import (
@@ -31,7 +30,6 @@ from .checkpoint import (
     names_of,
     path_of,
     pieces_of,
-    ranges_here,
     settle,
     texts_of,
     writing_ring,
@@ -73,8 +71,7 @@ def save(
 
     Args:
         optimizer: the optimizer or the model, as `wrap` returned them.
-        path: a directory of checkpoints; `save` creates it if it does not exist. On nodes that share no file
-            system, this may be a separate directory on each node. Each node then holds what its ranks have.
+        path: a directory of checkpoints; `save` creates it if it does not exist. All nodes share it.
         state: further values to save, by name: JSON values, bytes, tensors, numpy arrays, tuples, sets, dicts
             with keys of these, and objects whose `state_dict` consists of these (schedulers, samplers).
             Mappings come back as dicts (counters stay counters), deques as lists, bytearrays as bytes,
@@ -101,7 +98,7 @@ def save(
         ConfigError: the ranks passed different paths.
         ParameterError: a `gathered(write=True)` block is editing parameters.
         DirectoryError: the directory is itself a checkpoint, is not writable, has no room for the checkpoint,
-            or another save is writing into it.
+            another save is writing into it, or the nodes do not share it.
         TransferError: a drive reports an error.
         RankError: a rank is gone, was interrupted, or makes another call.
 
@@ -154,8 +151,7 @@ def _given(
 
 
 class _Saving:
-    """One save. Each rank writes what it has of every tensor, and the first one decides all else. On each
-    file system there is one rank that makes the files: where all share one, the first."""
+    """One save. Each rank writes what it has of every tensor, and the first one all else, and decides."""
 
     def __init__(self, engine: Engine, what: str, given: _Beside, frozen: bool, progress: Progress) -> None:
         self._engine = engine
@@ -165,13 +161,10 @@ class _Saving:
         self._frozen = frozen
         self._progress = progress
         self._stack = contextlib.ExitStack()
-        self._target: Save | None = None  # of the rank that makes the files here
+        self._target: Save | None = None  # of the first rank
         self._files: dict[str, TensorFile] = {}
         self._crcs: dict[str, Any] = {}
         self._small: dict[str, dict[str, torch.Tensor]] = {}  # what is not cut
-        self._parts: Parts | None = None  # what is here of each tensor, if not all
-        self._counter = 0
-        self._content: dict[str, Any] | None = None  # of the index
         self._done = self._total = 0  # bytes of this rank
 
     def run(self, keep_last: int | None) -> str:
@@ -181,18 +174,14 @@ class _Saving:
         states = agree(comm, what, to_json(self._given.own) if comm.rank else None)
         others = self._buffers_of_others()
         with self._stack:
-            root: str = together(comm, f"{what}: what it has", lambda: self._begin(states, others))[0]
-            makers, mine = self._find_makers(root)
-            if len(makers) > 1:
-                self._find_parts(makers, mine)
-                self._small = self._small_of_first()
-            names = together(comm, f"{what}: its files", self._make)
-            pieces = together(comm, f"{what}: its parts", lambda: self._fill(names[makers[mine]]))
-            told = together(comm, f"{what}: its index", lambda: self._index(pieces, names, makers))
-            self._content = self._content or told[0]
-            for step in self._steps(keep_last):
-                together(comm, f"{what}: its index is there", step)
-        return os.path.join(root, f"step-{self._engine.optimizer.steps}")
+            together(comm, f"{what}: what it has", lambda: self._begin(states, others))
+            path, mark = together(comm, f"{what}: its directory", self._take)[0]
+            seen = partial(check_shared, os.path.join(path, mark), comm.rank) if comm.rank else bool
+            together(comm, f"{what}: who sees it", seen)
+            names = together(comm, f"{what}: its files", self._make)[0]
+            pieces = together(comm, f"{what}: its parts", lambda: self._fill(path, names))
+            together(comm, f"{what}: its index", lambda: self._end(pieces, names, keep_last))
+        return str(path)
 
     def _buffers_of_others(self) -> list[dict[str, torch.Tensor]]:
         """Return, on the first rank, which buffers of each other rank are not the same as its own: running
@@ -223,8 +212,8 @@ class _Saving:
                     others[-1][name] = made
         return others
 
-    def _begin(self, states: list[Any], others: list[dict[str, torch.Tensor]]) -> str:
-        """Take over edits; find out what is to be written; return the root."""
+    def _begin(self, states: list[Any], others: list[dict[str, torch.Tensor]]) -> None:
+        """Take over edits; find out what is to be written."""
         engine, given = self._engine, self._given
         settle(engine)
         names = names_of(engine)
@@ -241,7 +230,6 @@ class _Saving:
                 self._total += numel * sharded.spec.dtype.itemsize
         self._total += sum(here[s] * s.spec.dtype.itemsize for s in self._newer)
         if self._comm.rank == 0:
-            self._comm.claim(os.path.realpath(given.root))
             self._groups_here = self._groups(given.tensors)
             self._random = [
                 encode(state, given.tensors, "random" if rank == 0 else f"random of rank {rank}")
@@ -252,121 +240,43 @@ class _Saving:
                 for rank, of_rank in enumerate(others, 1)
             ]
             self._small = {"buffers": buffers_of(engine), "values": given.tensors}
-        return given.root
 
-    def _find_makers(self, root: str) -> tuple[list[int], int]:
-        """Take the root, on each file system by one rank; return these ranks, and which is that of this one's
-        file system."""
-        comm = self._comm
-        makers, mine = [0], -1
-
-        def take() -> tuple[str, str, int] | None:
-            if comm.rank != makers[-1]:
-                return None
-            target = self._target = self._stack.enter_context(Save(root, self._engine.optimizer.steps))
-            return target.path, target.mark, target.counter
-
-        while True:
-            path, mark, counter = together(comm, f"{self._what}: its directory", take)[makers[-1]]
-            self._counter = max(self._counter, counter)
-            look = partial(is_in, mark, path) if mine < 0 and comm.rank != makers[-1] else bool
-            sees = together(comm, f"{self._what}: who sees it", look)[comm.rank]
-            if sees or comm.rank == makers[-1]:  # who made it need not look
-                mine = len(makers) - 1
-            seen = agree(comm, f"{self._what}: who has seen one", mine >= 0)
-            if all(seen):
-                return makers, mine
-            makers.append(seen.index(False))
-
-    def _find_parts(self, makers: Sequence[int], mine: int) -> None:
-        """Find out which elements of each parameter the ranks of this file system write."""
-        comm, names = self._comm, self._names
-        here = {names[s]: ranges for s, ranges in ranges_here(self._engine, own=True).items() if s in names}
-        told = agree(comm, f"{self._what}: which parts are where", [mine, here])
-        found: dict[str, list[tuple[int, int]]] = {}
-        for _, of_rank in (each for each in told if each[0] == mine):
-            for name, ranges in of_rank.items():
-                found.setdefault(name, []).extend((begin, end) for begin, end in ranges)
-        self._parts = {name: joined(ranges) for name, ranges in found.items()}
-        if comm.rank == 0:
-            warn_apart(self._given.root, len(makers))
-
-    def _small_of_first(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the first rank's buffers and values, where they are to be written."""
-        comm, what = self._comm, f"{self._what}: what is not cut"
-
-        def specs() -> dict[str, dict[str, Any]]:
-            for kind in self._small.values():
-                laid_out({name: (t.dtype, t.shape) for name, t in kind.items()}, None)  # or it is refused
-            return {
-                stem: {name: [NAMES[t.dtype], [*t.shape]] for name, t in kind.items()}
-                for stem, kind in self._small.items()
-            }
-
-        came: dict[str, dict[str, torch.Tensor]] = {}
-        for stem, kind in together(comm, what, specs)[0].items():
-            for name, (dtype, shape) in kind.items():
-                ours = self._small[stem][name] if comm.rank == 0 else torch.empty(shape, dtype=DTYPES[dtype])
-                flat = ours.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                for piece in flat.split(_AT_ONCE) if flat.numel() else ():
-                    told = comm.exchange(what, piece.numpy().tobytes() if comm.rank == 0 else b"")[0]
-                    if comm.rank:
-                        piece.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-                if self._target is not None:
-                    came.setdefault(stem, {})[name] = ours
-        return came
+    def _take(self) -> tuple[str, str] | None:
+        """On the first rank: take the root; return the directory of the checkpoint, and a name in it."""
+        if self._comm.rank:
+            return None
+        self._target = self._stack.enter_context(Save(self._given.root, self._engine.optimizer.steps))
+        return self._target.path, self._target.mark
 
     def _make(self) -> dict[str, str] | None:
-        """On a rank that makes files: make them, and write what is not cut; return their names."""
+        """On the first rank: make the files, and write what is not cut; return their names."""
         target = self._target
         if target is None:
             return None
         small_nbytes = sum(t.nbytes for kind in self._small.values() for t in kind.values())
         self._total += small_nbytes
         ring = self._stack.enter_context(self._engine.store.beside(writing_ring(target.root)))
-        check_free(target.root, self._nbytes_here() + small_nbytes, "a checkpoint", _NO_ROOM)
+        nbytes = sum(nbytes_of(*spec) for kind in self._specs.values() for spec in kind.values())
+        check_free(target.root, nbytes + small_nbytes, "a checkpoint", _NO_ROOM)
         for stem, kind in self._small.items():
             if kind:
                 self._crcs[stem] = write_all(target.file(stem), kind, ring)
                 self._tell(sum(t.nbytes for t in kind.values()))
         for stem in self._specs:
-            file = TensorFile.create(target.file(stem), self._specs[stem], ring, parts=self._parts_of(stem))
+            file = TensorFile.create(target.file(stem), self._specs[stem], ring)
             self._files[stem] = self._stack.enter_context(file)
             if self._comm.world > 1:
                 file.sync()
         stems = [*(stem for stem, kind in self._small.items() if kind), *self._specs]
-        return {stem: target.file(stem) for stem in stems}
+        return {stem: os.path.basename(target.file(stem)) for stem in stems}
 
-    def _nbytes_here(self) -> int:
-        """Return the bytes of what is cut, in the files here."""
-        total = 0
-        for stem, kind in self._specs.items():
-            parts = self._parts_of(stem)
-            for name, (dtype, shape) in kind.items():
-                if parts is None:
-                    total += nbytes_of(dtype, shape)
-                else:
-                    total += dtype.itemsize * sum(end - begin for begin, end in parts.get(name, ()))
-        return total
-
-    def _parts_of(self, stem: str) -> Parts | None:
-        """Return which values of each tensor the ranks of this file system write; None: all."""
-        block = self._engine.states.kept.get(stem, 1)
-        if self._parts is None or block == 1:
-            return self._parts
-        return {
-            name: [(begin // block, -(-end // block)) for begin, end in ranges]
-            for name, ranges in self._parts.items()
-        }
-
-    def _fill(self, paths: Mapping[str, str]) -> dict[str, Any]:
+    def _fill(self, path: str, names_of_files: Mapping[str, str]) -> dict[str, Any]:
         """Write what this rank has of every tensor; return the checksums of that, by file, and whether all
         that is trained is `finite`."""
         if self._target is None:
-            some = next(iter(paths.values()))
-            ring = self._stack.enter_context(self._engine.store.beside(writing_ring(os.path.dirname(some))))
+            ring = self._stack.enter_context(self._engine.store.beside(writing_ring(path)))
             for stem, specs in self._specs.items():
-                file = TensorFile.join(paths[stem], specs, ring, parts=self._parts_of(stem))
+                file = TensorFile.join(os.path.join(path, names_of_files[stem]), specs, ring)
                 self._files[stem] = self._stack.enter_context(file)
         names, files, states = self._names, self._files, self._engine.states
         trainable = [s for s in names if s.spec.trainable]
@@ -398,26 +308,13 @@ class _Saving:
             {"left out": left_out} if self._left_out else {}
         )
 
-    def _index(
-        self, pieces: list[dict[str, Any]], names: list[dict[str, str]], makers: Sequence[int]
-    ) -> dict[str, Any] | None:
-        """On the first rank: make the index, which is the same on all file systems; return it, if there are
-        several."""
-        if self._comm.rank:
-            return None
+    def _end(self, pieces: list[dict[str, Any]], names: Mapping[str, str], keep_last: int | None) -> None:
+        """On the first rank: make the checkpoint whole, and remove what is not kept beside it."""
         given, target = self._given, self._target
-        assert target is not None
+        if target is None:
+            return
         for stem, file in self._files.items():
             self._crcs[stem] = file.checksums([of_rank[stem] for of_rank in pieces])
-        told = [{stem: os.path.basename(path) for stem, path in names[maker].items()} for maker in makers]
-        files: dict[str, Any] = told[0]
-        apart = {}
-        if len(makers) > 1:
-            files = {stem: [each[stem] for each in told] for stem in files}
-            apart = {
-                stem: {name: [NAMES[dtype], [*shape]] for name, (dtype, shape) in kind.items()}
-                for stem, kind in self._specs.items()
-            }
         content = content_of(
             crcs=self._crcs,
             parameters=self._described(),
@@ -430,7 +327,6 @@ class _Saving:
             buffers_of_other_ranks=self._others,
             finite=all(of_rank["finite"] for of_rank in pieces),
         )
-        content |= {"apart": apart} if apart else {}
         if self._left_out:
             specs = {n: s.spec for s, n in self._left_out.items()}
             sizes = {n: spec.numel * spec.dtype.itemsize for n, spec in specs.items()}
@@ -439,28 +335,16 @@ class _Saving:
                 n: {"dtype": NAMES[spec.dtype], "shape": [*spec.shape], "crc32c": sums[n]}
                 for n, spec in specs.items()
             }
-        self._content = target.index(files, self._counter, content)
-        return self._content if apart else None
-
-    def _steps(self, keep_last: int | None) -> list[Callable[[], object]]:
-        """Return what makes the checkpoint whole: [Note: one checkpoint on several file systems]."""
-        target, index = self._target, self._content
-        if target is None or index is None:
-            return [bool] * 4
-
-        def end() -> None:
-            target.clear()
-            if self._comm.rank == 0 and not index["finite"]:
-                self._warn_of_nan(target, stays=keep_last is not None)
-            for error in target.prune(keep_last) if keep_last is not None else ():
-                warnings.warn(
-                    f"{target.path} is saved, but an older checkpoint is not removed: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-
-        commits = [target.commit, bool] if self._comm.rank == 0 else [target.stay, target.commit]
-        return [partial(target.prepare, index), *commits, end]
+        target.commit(content, names)
+        target.clear()
+        if not content["finite"]:
+            self._warn_of_nan(target, stays=keep_last is not None)
+        for error in target.prune(keep_last) if keep_last is not None else ():
+            warnings.warn(
+                f"{target.path} is saved, but an older checkpoint is not removed: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _warn_of_nan(self, target: Save, stays: bool) -> None:
         whole = target.newest_finite()

@@ -23,7 +23,7 @@ from infinity.core.stack import frames
 from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm
 from infinity.optim.edits import Edits
-from infinity.optim.misuse import not_for_training, refuse_alone
+from infinity.optim.misuse import not_for_training
 from infinity.optim.state_io import States
 from infinity.optim.whole import agree_on_values
 from infinity.params.given import own as own_storage
@@ -85,8 +85,6 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
 
     def prepare(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not _is_inside(module, modules):
-            if engine.comm.world > 1 and not all(u.layout.whole for u in engine.residency.units):
-                refuse_alone("state dict of the model")
             engine.residency.use_all()
             engine.edits.given.check()
             given.clear()

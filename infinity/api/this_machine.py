@@ -19,7 +19,6 @@ from infinity.hardware.probe import available_host_memory, mount_of, nameless_fi
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.footprint import Budget
 from infinity.planning.machine import Drive, Machine, budget_of
-from infinity.storage.leftovers import dead_nbytes
 
 if TYPE_CHECKING:  # what a plan asks of this machine needs no torch
     from infinity.hardware.device import Device
@@ -80,7 +79,7 @@ def cure_of(directory: str, number: int | None) -> str:
 def check_directory(directory: str) -> None:
     """Raise DirectoryError unless `directory` is one in which this user can make files."""
     try:
-        os.close(nameless_file(directory)[0])
+        os.close(nameless_file(directory))
     except OSError as error:
         raise refused(directory, error) from error
 
@@ -94,8 +93,7 @@ def drive_here(directory: str, weight: float = 1.0) -> Drive:
     check_directory(directory)
     system, found = os.statvfs(directory), os.stat(directory)
     # A file system that does not know its size (ramfs, some network ones) does not know what is free.
-    # What killed runs have left there is free: a run removes it before it needs the space.
-    free = system.f_bavail * system.f_frsize + dead_nbytes(directory) if system.f_blocks else None
+    free = system.f_bavail * system.f_frsize if system.f_blocks else None
     return Drive(directory=directory, free=free, system=found.st_dev, weight=weight)
 
 

@@ -7,10 +7,22 @@ import signal
 import time
 from typing import Any
 
+from infinity.core.errors import ConfigError
 from infinity.core.signals import Asked
 
 from .engine import Engine
 from .together import agree
+
+
+def check_minutes(save_minutes: object) -> None:
+    """Raise `ConfigError` unless the minutes between two saves are None or a number ≥ 0."""
+    right = isinstance(save_minutes, (int, float)) and type(save_minutes) is not bool and save_minutes >= 0
+    if save_minutes is not None and not right:
+        raise ConfigError(
+            f"save_minutes={save_minutes!r} is not valid",
+            expected="None, or a number ≥ 0",
+            cure="save_minutes=30",
+        )
 
 
 class Wanted(Asked):

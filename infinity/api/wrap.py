@@ -45,8 +45,7 @@ def wrap(
             process group of `torch.distributed`; `wrap` creates it if ``WORLD_SIZE`` names several ranks
             (torchrun). With several ranks, call `wrap` on all of them, with the same model and settings. All
             ranks take the first rank's values, and rank r continues its random numbers from the first rank's
-            seed plus r. A mesh of fewer ranks than the job is an error without
-            ``Config(independent_replicas=True)``.
+            seed plus r. A mesh of fewer ranks than the job is an error.
 
     Raises:
         WrapError: `wrap` does not support the model or the optimizer.
@@ -122,21 +121,20 @@ def unwrap(model: Any) -> Any:
 
 
 def close(thing: object) -> None:
-    """Close the engine of a model or optimizer: finish its work, end its threads, remove its arena files.
+    """Close the engine of a model or optimizer: finish its work, end its threads, free its space on NVMe.
 
     A second call does nothing, and neither does a call after `unwrap`. Parameters that are not placed on the
     device lose their values: save `state_dict()` before, or call `unwrap` instead, which closes the engine
     and keeps the values. Every later use of the closed model raises `ClosedError`.
 
     `close` first finishes the update of the last step. That takes as long as the drives take: each transfer
-    has `io_deadline` seconds. If a KeyboardInterrupt passes a ``finally`` that calls `close`, the drives have
+    has 120 seconds. If a KeyboardInterrupt passes a ``finally`` that calls `close`, the drives have
     half a second to finish.
 
     Raises:
         WrapError: `thing` belongs to no wrapped model.
-        StorageError: a transfer did not finish, or an arena file could not be removed; or the update of the
-            last step failed, and no call since has raised it. The error names the units that were not
-            updated.
+        StorageError: a transfer did not finish; or the update of the last step failed, and no call since has
+            raised it. The error names the units that were not updated.
     """
     try:
         engine = engine_of(thing)

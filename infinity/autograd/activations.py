@@ -301,8 +301,9 @@ class Activations:
             warnings.warn(
                 f"an input of a checkpointed layer, {format_size(nbytes)}, stays on the device: the "
                 f"{format_size(self._heap.nbytes)} of host memory for activations are full "
-                f"({format_size(self._heap.in_use)} in use). Raise Config(activation_memory=...), or "
-                "host_memory. metrics() counts such inputs as activations/kept.",
+                f"({format_size(self._heap.in_use)} in use). Raise host_memory: they "
+                "get a quarter of what it leaves, at most 16 GiB. metrics() counts such inputs as "
+                "activations/kept.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -50,14 +50,12 @@ class Hooks:
         params: Sequence[ShardedParam],
         *,
         compute_dtype: torch.dtype | None,
-        output_dtype: torch.dtype | None,
         activations: Activations | None = None,
     ) -> None:
         self._phases = phases
         self._residency = residency
         self._gradients = gradients
         self._compute_dtype = compute_dtype
-        self._output_dtype = output_dtype
         self._activations = activations
         self.guard = Guard(scopes, params, residency.units, residency.uses, trains=phases.trains)
         self._handles: list[Any] = []
@@ -148,8 +146,6 @@ class Hooks:
             if torch.is_grad_enabled() and not in_backward():
                 self._keep_version(output, self._phases.newest)
             phases.end_forward(self)
-        if self._output_dtype is not None:
-            output = cast(output, self._output_dtype)
         if not phases.trains and torch.is_grad_enabled() and not phases.in_forward:
             return refuse_backward(output)
         return output

@@ -1,10 +1,11 @@
-"""What commands show: what is being done, tables, warnings, plots."""
+"""What commands show: what is being done, tables and warnings."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
+import math
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,13 +14,39 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
-from infinity.storage.step_log import finite
 
 _PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
+
+
+#: Shows a text and, if given, that `done` of `total` is complete: `tell(text, done, total)`.
+Tell = Callable[..., None]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Tell]:
+    """Lend a function that shows on stderr what is under way and how far it has come: as a bar on a
+    terminal, and not at all elsewhere (also where TERM is dumb). Any thread may call it."""
+    console = Console(stderr=True, highlight=False)
+    text_column = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text_column, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(text: str, done: float = 0.0, total: float | None = None) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+
+        yield tell
 
 
 @contextlib.contextmanager
@@ -79,6 +106,15 @@ def show_warnings(console: Console, texts: Iterable[str]) -> None:
         console.print(f"warning: {text}", style="yellow", markup=False)
 
 
+def finite(value: Any) -> Any:
+    """Return `value` with None for each number that JSON does not have (NaN, infinities)."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def finish(
     result: Mapping[str, Any], show: Callable[[Any], None], *, as_json: bool, failed: bool = False
 ) -> int:
@@ -98,32 +134,3 @@ def sizes(ring: Any) -> str:
 def gigabytes(rate: float) -> str:
     """Return bytes per second as GB/s."""
     return f"{rate / 1e9:.2f}" if rate >= 1e8 else f"{rate / 1e9:.3f}"
-
-
-# ---- plots ----
-
-
-@contextlib.contextmanager
-def figure_in(path: str, width: float, height: float) -> Iterator[Any]:
-    """Lend a matplotlib figure of this size in inches; write it to `path`, whose ending says in which
-    format.
-
-    Raises:
-        ConfigError: matplotlib does not know the format.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    yield figure
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(
-            f"the plot {path!r} cannot be drawn",
-            expected="a name that ends in .png, .svg or .pdf",
-            found=str(error),
-            cure="--plot out.png",
-        ) from error

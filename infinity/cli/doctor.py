@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
+import resource
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
 from rich.console import Console
 from rich.text import Text
 
 from infinity.api.this_machine import cure_of
-from infinity.core.errors import DataError, InfinityError
+from infinity.core.errors import ConfigError, DataError, InfinityError
 from infinity.core.optional import optional
-from infinity.core.sizes import GiB, MiB, format_size
+from infinity.core.sizes import ALIGNMENT, GiB, MiB, format_size
 from infinity.hardware import cores, probe
-from infinity.hardware.medium import MEMORY, NETWORK, Medium, medium_of, wear_of
-from infinity.storage.leftovers import arenas
 from infinity.version import __version__
 
 from .console import finish, lines_of, sizes
+from .medium import MEMORY, NETWORK, Medium, describe_directory, medium_of, wear_of
 from .options import directories_argument, json_option
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -45,6 +49,9 @@ _LEAST_LOCKED: Final = 64 * MiB
 _LEAST_FREE: Final = GiB
 _WORN: Final = 0.8  # of a drive's rated endurance
 _TORCH_CURE: Final = "pip install torch"
+#: Names of arenas of older versions, in the subdirectory `infinity` of a directory.
+_OLD_ARENA: Final = re.compile(r"rank\d+\.arena")
+_CAP_IPC_LOCK: Final = 14
 
 
 class Finding(NamedTuple):
@@ -178,6 +185,52 @@ def _backend_cure(name: str, verdict: str) -> str | None:
     return next(cure for word, cure in cures.items() if word in verdict)
 
 
+def memlock_limit() -> int | None:
+    """Return the bytes that this process may lock (`ulimit -l`); None: as many as it likes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
+            return None  # the limit does not bind whoever has CAP_IPC_LOCK
+    return soft
+
+
+def aio_contexts() -> tuple[int, int] | None:
+    """Return (requests that contexts of Linux AIO hold now, how many they may): fs.aio-nr and
+    fs.aio-max-nr. None: the kernel has no Linux AIO, or does not say."""
+    now, most = (probe.text_of(Path("/proc/sys/fs", name)) for name in ("aio-nr", "aio-max-nr"))
+    return None if now is None or most is None else (int(now), int(most))
+
+
+class Gpu(NamedTuple):
+    """One CUDA device. Memory in bytes."""
+
+    number: int
+    name: str
+    capability: str
+    total: int
+    free: int
+    pci: str | None
+    numa_node: int | None
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Return the CUDA devices that torch sees; none, where there is no torch."""
+    try:
+        import torch
+    except (ImportError, OSError):  # OSError: a library that torch loads
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts: Any = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        pci = probe.pci_address(facts)
+        capability = f"{facts.major}.{facts.minor}"
+        found.append(Gpu(index, facts.name, capability, total, free, pci, probe.gpu_numa_node(pci)))
+    return tuple(found)
+
+
 def memory() -> Iterator[Finding]:
     """Host memory, and what limits it."""
     available, limit = probe.available_host_memory(), probe.cgroup_memory_limit()
@@ -187,11 +240,11 @@ def memory() -> Iterator[Finding]:
     if limit is not None:
         text = f"{format_size(limit)}, {format_size(probe.cgroup_memory_left())} left"
     yield note("cgroup", text)
-    locked = probe.memlock_limit()
+    locked = memlock_limit()
     text = "no limit" if locked is None else f"{format_size(locked)}: uring registers no more than that"
     low = locked is not None and locked < _LEAST_LOCKED
     yield note("memlock", text, "ulimit -l unlimited (docker: --ulimit memlock=-1)" if low else None)
-    if (contexts := probe.aio_contexts()) is None:
+    if (contexts := aio_contexts()) is None:
         yield note("aio-max-nr", "the kernel does not say", "check that /proc/sys is mounted")
     else:
         used, most = contexts
@@ -233,7 +286,7 @@ def processors() -> Iterator[Finding]:
     text = "; ".join(f"node {n.number}: {len(n.cpus)} cores, {format_size(n.memory)}" for n in nodes)
     used = [n.number for n in nodes if n.cpus & mine]
     across = len(used) > 1
-    own = {f"GPU {gpu.number}": gpu.numa_node for gpu in probe.gpus()} or {"the CPU": None}
+    own = {f"GPU {gpu.number}": gpu.numa_node for gpu in gpus()} or {"the CPU": None}
     for name, node in own.items():
         chosen = cores.choose_node(nodes, mine, node, ())
         where = "where the kernel puts them" if chosen is None else f"on node {chosen}"
@@ -261,7 +314,7 @@ def devices() -> Iterator[Finding]:
         cure = "compare nvidia-smi and torch's CUDA" if built else "install a torch built for CUDA"
         yield Finding("GPU", ERROR, f"{text}, but there is a driver", cure)
         return
-    for gpu in probe.gpus():
+    for gpu in gpus():
         node = "unknown" if gpu.numa_node is None else str(gpu.numa_node)
         memory_text = f"{format_size(gpu.free)} of {format_size(gpu.total)} free"
         yield note(f"GPU {gpu.number}", f"{gpu.name}, {memory_text}, {gpu.pci}, NUMA node {node}")
@@ -281,10 +334,10 @@ def devices() -> Iterator[Finding]:
 # ---- a directory ----
 
 
-def directory(path: str) -> Iterator[Finding]:
+def directory(path: str, *, clean: bool = False) -> Iterator[Finding]:
     """One directory: its file system, its drive, its room, and what I/O the engine would use there."""
     try:
-        facts = probe.describe_directory(path)
+        facts = describe_directory(path)
     except OSError as error:
         yield Finding(path, ERROR, os.strerror(error.errno or 0), cure_of(path, error.errno))
         return
@@ -295,7 +348,7 @@ def directory(path: str) -> Iterator[Finding]:
         text += "" if drive.numa_node is None else f", NUMA node {drive.numa_node}"
     yield note(path, text)
     yield from _medium(path, medium)
-    yield from _leftovers(path)
+    yield from _old_arenas(path, clean=clean)
     if not facts.writable:
         said = {errno.EROFS: "the file system is read-only", errno.ENOSPC: "the file system is full"}
         text = said.get(facts.refusal or 0, f"no file can be made: {os.strerror(facts.refusal or 0)}")
@@ -313,13 +366,13 @@ def directory(path: str) -> Iterator[Finding]:
         None if direct else "use ext4 or XFS on a drive with blocks of at most 4096 bytes",
     )
     yield from _backends_of(path)
-    gpus = [gpu for gpu in probe.gpus() if gpu.numa_node is not None]
-    if not gpus and drive is not None:
+    placed = [gpu for gpu in gpus() if gpu.numa_node is not None]
+    if not placed and drive is not None:
         chosen = cores.choose_node(probe.numa_nodes(), cores.allowed_cpus(), None, (drive.numa_node,))
         if chosen is not None:
             yield note(f"{path}: buffers", f"those of a run with this drive prefer node {chosen}")
-    if drive is not None and drive.numa_node is not None and gpus:
-        near = [gpu.number for gpu in gpus if gpu.numa_node == drive.numa_node]
+    if drive is not None and drive.numa_node is not None and placed:
+        near = [gpu.number for gpu in placed if gpu.numa_node == drive.numa_node]
         text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
         yield note(f"{path}: NUMA", text, None if near else "a drive near the GPU")
 
@@ -348,25 +401,67 @@ def _medium(path: str, medium: Medium) -> Iterator[Finding]:
             yield note(f"{path}: wear", text, worn if wear.used >= _WORN else None)
 
 
-def _leftovers(path: str) -> Iterator[Finding]:
-    """What killed runs have left, and what stands where an arena belongs."""
+def _old_arenas(path: str, *, clean: bool) -> Iterator[Finding]:
+    """Files that killed runs of older versions left: these had names. `clean`: remove them."""
+    folder = os.path.join(path, "infinity")
     try:
-        found = arenas(path)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        cure = "look at it as the user who ran there, or name another directory"
-        yield note(f"{path}: leftovers", f"its subdirectory cannot be looked at: {reason}", cure)
+        names = sorted(filter(_OLD_ARENA.fullmatch, os.listdir(folder)))
+    except (FileNotFoundError, NotADirectoryError):
         return
-    for each in found:
-        size = format_size(each.nbytes)
-        if each.state == "dead":
-            text = f"{each.path}, {size}: a killed run has left it; the next run there takes its space"
-            yield note(f"{path}: leftover", text, f"infinity clean {quote(path)}")
-        elif each.state == "foreign":
-            text = f"{each.path}, {size}: {each.why}; no run can begin there"
-            yield note(f"{path}: leftover", text, f"move {quote(each.path)} away")
-        else:
-            yield note(f"{path}: in use", f"{each.path}, {size}: of a run that is under way")
+    except OSError as error:
+        names, reason = [], os.strerror(error.errno or 0)
+        yield note(f"{path}: leftover", f"{folder} cannot be read: {reason}", cure_of(folder, error.errno))
+    for name in names:
+        file = os.path.join(folder, name)
+        try:
+            size = format_size(os.lstat(file).st_blocks * 512)
+            state = _old_arena(file, clean=clean)
+        except FileNotFoundError:  # its run has just ended
+            continue
+        except OSError as error:
+            text = f"{file} cannot be looked at or removed: {os.strerror(error.errno or 0)}"
+            yield note(f"{path}: leftover", text, cure_of(folder, error.errno))
+            continue
+        if state == "removed":
+            yield note(f"{path}: leftover", f"{file}, {size}: removed; a killed run had left it")
+            with contextlib.suppress(OSError):  # another file is in it
+                os.rmdir(folder)
+        elif state == "left":
+            text = f"{file}, {size}: a killed run of an older version has left it"
+            yield note(f"{path}: leftover", text, f"infinity doctor --clean {quote(path)}")
+        elif state == "live":
+            yield note(f"{path}: in use", f"{file}, {size}: a run of an older version has it")
+
+
+def _old_arena(file: str, *, clean: bool) -> str:
+    """Return "live" if a run has locked the file, "left" if nobody has, or "removed"; "" if it is no arena.
+    An arena is empty or has its mark on its last page, and has one name."""
+    with contextlib.ExitStack() as stack:
+        try:
+            flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDWR if clean else os.O_RDONLY)
+            fd = os.open(file, flags)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                return ""
+            raise
+        stack.callback(os.close, fd)
+        held = os.fstat(fd)
+        if not stat.S_ISREG(held.st_mode) or held.st_nlink != 1:
+            return ""
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_EX if clean else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "live"
+        held, there = os.fstat(fd), os.lstat(file)
+        if (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            return "live"  # its run has ended and removed it, and another one has begun
+        nbytes = held.st_size - ALIGNMENT
+        mark = (b"infinity arena 1\n%d\n" % nbytes).ljust(ALIGNMENT, b"\0")
+        if held.st_size and (nbytes <= 0 or os.pread(fd, ALIGNMENT, nbytes) != mark):
+            return ""
+        if clean:
+            os.unlink(file)
+    return "removed" if clean else "left"
 
 
 def _backends_of(path: str) -> Iterator[Finding]:
@@ -397,10 +492,11 @@ _Check = Callable[[], Iterator[Finding]]
 CHECKS: Final[tuple[_Check, ...]] = (versions, package, native, memory, processors, devices)
 
 
-def examine(directories: Sequence[str]) -> list[Finding]:
-    """Return all findings. A check that breaks is itself a finding, and the others go on."""
+def examine(directories: Sequence[str], *, clean: bool = False) -> list[Finding]:
+    """Return all findings. A check that breaks is itself a finding, and the others go on. `clean`: remove
+    what killed runs of older versions left."""
     checks: list[tuple[str, _Check]] = [(check.__name__, check) for check in CHECKS]
-    checks += [(path, functools.partial(directory, path)) for path in directories]
+    checks += [(path, functools.partial(directory, path, clean=clean)) for path in directories]
     findings: list[Finding] = []
     for name, check in checks:
         try:
@@ -418,13 +514,21 @@ def worst(findings: Sequence[Finding]) -> str:
 
 @click.command("doctor")
 @directories_argument(required=False)
+@click.option("--clean", is_flag=True, help="Remove what killed runs of older versions left in each DIR.")
 @json_option
-def doctor_command(directories: tuple[str, ...], as_json: bool) -> int:
+def doctor_command(directories: tuple[str, ...], clean: bool, as_json: bool) -> int:
     """Look over this machine and, if named, directories on NVMe drives; say what to change.
 
     Exit code 0: everything works, warnings or not; 1: something does not work.
     """
-    findings = examine(directories)
+    if clean and not directories:
+        raise ConfigError(
+            "`--clean` needs a directory",
+            expected="the directories in which runs of older versions were killed",
+            found="none",
+            cure="infinity doctor --clean DIR",
+        )
+    findings = examine(directories, clean=clean)
     status = worst(findings)
     result = {"status": status, "findings": [f._asdict() for f in findings]}
     return finish(result, lambda _: show(findings), as_json=as_json, failed=status == ERROR)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from typing import Any
 
 import click
 
+from infinity.api.checkpoint import path_of
 from infinity.api.export import export
 from infinity.core.sizes import format_size, parse_dtype, parse_size
+from infinity.storage.checkpoints import find
 
-from .console import finish, seldom, status_line
+from .console import finish, progress
 
 
 def export_command(
@@ -20,16 +23,14 @@ def export_command(
     """Export as the parameters of the command say."""
     wanted = None if dtype is None else parse_dtype(dtype, "--dtype")
     limit = parse_size(max_shard_size, "--max-shard-size")
-    with status_line() as line:
-        say = seldom(line)
-
-        def progress(done: int, total: int) -> None:
-            say(f"{format_size(done)} of {format_size(total)}")
-
-        path = export(checkpoint, directory, wanted, limit, progress=progress)
+    with progress() as tell:
+        found = find(path_of(checkpoint))
+        path = export(found.path, directory, wanted, limit, progress=partial(tell, "exported"))
     files = {entry.name: entry.stat().st_size for entry in os.scandir(path)}
     result = {
         "path": path,
+        "checkpoint": found.path,
+        "step": found.step,
         "files": dict(sorted(files.items())),
         "bytes": sum(files.values()),
         "load": _how_to_load(path, list(files)),
@@ -38,6 +39,7 @@ def export_command(
 
 
 def _show(result: Any) -> None:
+    click.echo(f"the checkpoint {result['checkpoint']}, of {result['step']} steps of the optimizer")
     click.echo(f"{result['path']}: {len(result['files'])} files, {format_size(result['bytes'])}")
     click.echo(f"load it: {result['load']}")
     if "config.json" not in result["files"]:

@@ -4,17 +4,17 @@ from."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
 from infinity.api.checkpoint import Progress
-from infinity.api.foreign import Foreign
-from infinity.api.import_dcp import import_dcp
-from infinity.api.import_deepspeed import import_deepspeed
-from infinity.core.sizes import format_size
+from infinity.integrations.dcp import import_dcp
+from infinity.integrations.deepspeed.checkpoints import import_deepspeed
+from infinity.integrations.foreign import Foreign
 
-from .console import finish, seldom, status_line
+from .console import finish, progress
 
 
 def import_deepspeed_command(directory: str, out: str, as_json: bool) -> None:
@@ -30,13 +30,8 @@ def import_dcp_command(directory: str, out: str, as_json: bool) -> None:
 def _import(
     call: Callable[[str, str, Progress], tuple[str, Foreign]], directory: str, out: str, as_json: bool
 ) -> None:
-    with status_line() as line:
-        say = seldom(line)
-
-        def progress(done: int, total: int) -> None:
-            say(f"{format_size(done)} of {format_size(total)}")
-
-        path, foreign = call(directory, out, progress)
+    with progress() as tell:
+        path, foreign = call(directory, out, partial(tell, "imported"))
     parameters = foreign.parameters.values()
     result = {
         "path": path,

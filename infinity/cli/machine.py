@@ -6,7 +6,9 @@ read.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +17,9 @@ from typing import Any, Final
 from infinity.api.this_machine import machine_here
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError
-from infinity.core.sizes import Tier, parse_size
+from infinity.core.sizes import parse_size
 from infinity.core.yaml_file import read_yaml
-from infinity.hardware.probe import has_cuda
 from infinity.planning.machine import Drive, Machine
-from infinity.storage.arena import Arena
 
 from .options import FIGURE, is_figure
 
@@ -27,12 +27,35 @@ _Lines = Mapping[str, Callable[[Any], Any] | None]
 _EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
 
 
+def has_cuda() -> bool:
+    """Return whether torch has a CUDA device. See [Note: torch is asked last]."""
+    if "torch" not in sys.modules and not _may_have_gpu():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _may_have_gpu() -> bool:
+    """[Note: torch is asked last] To import torch takes seconds. It has no CUDA device where there is neither
+    the library of NVIDIA's driver, which the CUDA runtime opens by this name, nor a file that drivers make:
+    that of NVIDIA, also on Tegra, of AMD, whose devices torch calls CUDA's too, or of WSL. Where one of them
+    is, there may still be no device: torch decides."""
+    if any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "nvmap", "kfd", "dxg")):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def here(config: Config, *, unnamed: bool) -> Machine:
     """Return this machine, for a run of `config`. `unnamed`: its directory only stands for one.
 
     Raises:
         ConfigError: the device is not here.
-        DirectoryError: an NVMe directory cannot be used, or something stands where its arena belongs.
+        DirectoryError: an NVMe directory cannot be used.
     """
     wanted = config.device or ("cuda" if has_cuda() else "cpu")
     if wanted.startswith("cuda") and not has_cuda():
@@ -49,11 +72,7 @@ def here(config: Config, *, unnamed: bool) -> Machine:
         device = open_device(wanted)
         device_memory = device.memory_free()
         device.close()
-    machine = machine_here(config, device_memory, unnamed=unnamed)
-    on_nvme = any(place.get(Tier.NVME) for place in config.placements.values())
-    for directory in config.directories if on_nvme and not unnamed else ():
-        Arena.check_way(directory)
-    return machine
+    return machine_here(config, device_memory, unnamed=unnamed)
 
 
 def among(

@@ -28,14 +28,13 @@ from .streams import let_go_of_streams
 #: verb → (module of its command, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("infinity.cli.plan", "Say what a run would take, building nothing."),
-    "bench": ("infinity.cli.bench.group", "Measure drives, the link, the CPU's Adam, or whole steps."),
+    "bench": ("infinity.cli.bench.group", "Measure drives as the engine uses them."),
     "tune": ("infinity.cli.commands", "Find the I/O settings that suit a drive, and keep them."),
     "verify": ("infinity.cli.commands", "Check that all placements and updates give the same bits."),
     "export": ("infinity.cli.commands", "Write the model of a checkpoint for other programs."),
     "import-deepspeed": ("infinity.cli.commands", "Turn a checkpoint of DeepSpeed into one of infinity."),
     "import-dcp": ("infinity.cli.commands", "Turn a checkpoint of FSDP2 into one of infinity."),
     "doctor": ("infinity.cli.doctor", "Look over this machine, and say what to change."),
-    "clean": ("infinity.cli.clean", "Remove what killed runs have left in a directory."),
 }
 
 #: What the system says of an output that takes no more.

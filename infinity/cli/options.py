@@ -93,25 +93,6 @@ def numbers_option(flag: str, variable: str, text: str, *, size: bool = False) -
     return click.option(flag, variable, multiple=True, callback=parse, help=text)
 
 
-def removed_options(*flags: str, expected: str, cure: str) -> Decorator:
-    """Return options that a command had: given one, it raises ConfigError, which says what is there now."""
-
-    def refuse(_: click.Context, option: click.Parameter, values: Sequence[str]) -> None:
-        if values:
-            flag = option.opts[0]
-            found = f"{flag} {values[0]}".strip()
-            raise ConfigError(f"{flag} was removed", expected=expected, found=found, cure=cure)
-
-    def decorate(command: Any) -> Any:
-        for flag in flags:
-            # With or without a value, whatever it took.
-            kept: dict[str, Any] = {"multiple": True, "is_flag": False, "flag_value": "", "hidden": True}
-            command = click.option(flag, expose_value=False, callback=refuse, **kept)(command)
-        return command
-
-    return decorate
-
-
 def _listed(values: Sequence[str]) -> list[str]:
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 

@@ -6,12 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
 
-from infinity.core.deepspeed import Translation, translate
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, format_size
 from infinity.hardware.launch import RankPlace
@@ -23,7 +22,11 @@ from .case import Case, changed
 from .console import finish, table_of
 from .machine import load_machine
 from .options import FIGURE, is_figure, json_option
+from .plot import draw_plan, plot_option
 from .settings import PRESET_DTYPE, RunCommand, read_run, run_options
+
+if TYPE_CHECKING:
+    from infinity.integrations.deepspeed.settings import Translation
 
 #: TB that a drive is rated for where nobody says.
 ENDURANCE: Final = 600.0
@@ -159,6 +162,7 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
 @_figure_option("--dram", help="GB/s of host memory.")
 @_figure_option("--tflops", help="TFLOP/s that the device reaches.")
 @_figure_option("--network", help="GB/s that a rank can send to others.")
+@plot_option
 @json_option
 def plan_command(
     machine_file: str | None,
@@ -167,6 +171,7 @@ def plan_command(
     ranks_per_node: int | None,
     fit: bool,
     endurance_tbw: float | None,
+    plot: str | None,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -194,6 +199,8 @@ def plan_command(
     machine = None if machine_file is None else load_machine(machine_file)
     theirs = None
     if deepspeed_file is not None:
+        from infinity.integrations.deepspeed.settings import translate
+
         dtype = given.get("dtype") or PRESET_DTYPE
         try:
             theirs = translate(deepspeed_file, SimpleNamespace(fp16=dtype == "fp16", bf16=dtype == "bf16"))
@@ -214,6 +221,8 @@ def plan_command(
         dtype = {} if run.model.init_from is not None else {"dtype": PRESET_DTYPE}
         result["settings"] = {**dtype, **case.run.engine}
         result["recompute"] = case.run.train.recompute
+    if plot is not None:
+        draw_plan(plot, result, case.machine)
     return finish(result, functools.partial(show, case), as_json=as_json, failed=not plan.fits)
 
 
@@ -260,7 +269,7 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
     elif room and inputs > room:
         console.print(
             f"The inputs of checkpointed blocks take {format_size(inputs)}, the host has {format_size(room)} "
-            "for them: the rest stays on the device (--activation-memory)."
+            "for them: the rest stays on the device (--host-memory)."
         )
 
     moved = result["per_step"]

@@ -197,10 +197,7 @@ class Option(NamedTuple):
 
 _SECTIONS: Final[dict[str, Any]] = {"model": ModelSettings, "train": TrainSettings, "engine": Config}
 #: Settings of the engine that are no options here; `accumulation` is one of what trains.
-_NO_OPTIONS: Final = (
-    *("output_dtype", "loss_scale_window", "check_edits", "accumulation", "independent_replicas"),
-    "placements",
-)
+_NO_OPTIONS: Final = ("accumulation", "placements")
 #: Of the engine's settings, what commands call or say otherwise.
 _SAID: Final[dict[str, dict[str, str]]] = {
     "units": {"flag": "--unit"},

@@ -10,11 +10,16 @@ hold fewer bytes in flight, so what is urgent waits less.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
+import os
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -22,11 +27,11 @@ import click
 from infinity.api.this_machine import check_directory
 from infinity.cli.bench import io
 from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
-from infinity.cli.console import finish, gigabytes, sizes, status_line, wide_console
+from infinity.cli.console import Tell, finish, gigabytes, progress, sizes, wide_console
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size
 from infinity.hardware.aio import BACKENDS, available_backends
-from infinity.hardware.tuned import TunedSettings, remember
+from infinity.hardware.tuned import VERSION, TunedSettings, drive_key, entries, parse, settings_file
 
 _BLOCKS: Final = (256 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB)
 _DEPTHS: Final = (4, 8, 16, 32, 64)
@@ -109,14 +114,14 @@ def rivals(tuner: Tuner, best: Settings, worth: float) -> list[Settings]:
 
 
 def find(
-    tuner: Tuner, backends: Sequence[str], tell: Callable[[str], None], seconds: float
+    tuner: Tuner, backends: Sequence[str], tell: Tell, seconds: float
 ) -> tuple[Settings, dict[str, Any]]:
     """Return the settings, and how they were found (rates in bytes per second).
 
     Args:
         seconds: of one measurement in the search.
     """
-    tell("which backend")
+    tell("which backend", tuner.spent, 1)
     tries = [
         Settings(b, *_START, threads=t) for b in backends for t in (_THREADS if b == "threads" else (4,))
     ]
@@ -127,7 +132,7 @@ def find(
     field = [s._replace(block_bytes=b, queue_depth=d) for s in kept for b in _BLOCKS for d in _DEPTHS]
     field = [settings for settings in field if tuner.fits(settings)]
     while len(field) > 3 and tuner.spent < 0.45:
-        tell(f"{len(field)} candidates")
+        tell(f"{len(field)} candidates", tuner.spent, 1)
         ranked = tuner.race(field, seconds)
         field = [s for s in ranked if tuner.middle(s) >= _WORTH * tuner.middle(ranked[0])]
         field = field[: max(3, (len(ranked) + 1) // 2)]
@@ -135,14 +140,14 @@ def find(
     measured = [settings for settings in tuner.scores if len(tuner.scores[settings]) > 1]
     best = max(measured or tuner.scores, key=tuner.middle)
 
-    tell("how much the best differs from itself")
+    tell("how much the best differs from itself", tuner.spent, 1)
     own = tuner.pairs(best, best, 5, seconds)
     noise = min(max(statistics.median(abs(ratio - 1) for ratio in own), _NOISE[0]), _NOISE[1])
     chosen, ratio = best, 1.0
     for settings in rivals(tuner, best, 1 - 2 * noise):
         if tuner.spent > 1:
             break
-        tell(f"{settings.backend} {sizes(settings)} against the best")
+        tell(f"{settings.backend} {sizes(settings)} against the best", tuner.spent, 1)
         ratios = tuner.pairs(settings, best, 1, seconds)
         if ratios[0] < 1 - 3 * noise:
             continue
@@ -160,7 +165,7 @@ def find(
     }
 
 
-def tune(directory: str, seconds: float, tell: Callable[[str], None]) -> tuple[Settings, dict[str, Any]]:
+def tune(directory: str, seconds: float, tell: Tell) -> tuple[Settings, dict[str, Any]]:
     """Find the settings for one directory in about `seconds`."""
     check_directory(directory)
     backends = [name for name, verdict in available_backends(directory).items() if verdict == "ok"]
@@ -183,6 +188,54 @@ def tune(directory: str, seconds: float, tell: Callable[[str], None]) -> tuple[S
         return find(Tuner(load, seconds), backends, tell, min(0.3, seconds / 150))
 
 
+def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) -> Path:
+    """Keep `settings` for the drive below `path`, with the figures behind them; return the file.
+
+    Raises:
+        DirectoryError: the file cannot be written.
+    """
+    file = settings_file()
+    temporary = None
+    try:
+        devices = {key: kept for key, entry in entries().items() if (kept := _kept(entry)) is not None}
+        devices[drive_key(path)] = {
+            **settings._asdict(),
+            "measured": dict(measured),
+            "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(prefix=".tuned-", dir=file.parent)
+        with open(fd, "w", encoding="utf-8") as out:
+            json.dump({"version": VERSION, "drives": devices}, out, indent=1)
+            out.write("\n")
+        os.replace(temporary, file)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise DirectoryError(
+            "cannot write the settings file",
+            errno=error.errno,
+            path=str(file),
+            expected="a file that this user may write",
+            found=os.strerror(error.errno or 0),
+            cure="set XDG_CONFIG_HOME to a writable directory, or use --no-store and paste the YAML",
+        ) from error
+    return file
+
+
+def _kept(entry: Any) -> dict[str, Any] | None:
+    """Return what of another drive's entry goes into the file again: settings and single figures; None: it is
+    damaged."""
+    settings = parse(entry)
+    if settings is None:
+        return None
+    measured = entry.get("measured")
+    figures = measured.items() if isinstance(measured, dict) else ()
+    plain = {name: value for name, value in figures if type(value) in (int, float, str)}
+    return {**settings._asdict(), "measured": plain, "when": str(entry.get("when"))[:40]}
+
+
 def as_yaml(found: Sequence[tuple[str, Settings]]) -> str:
     """Return the section `engine` of a configuration. It has one set of sizes for all directories: the
     largest that one of them needs."""
@@ -202,7 +255,7 @@ def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_j
     for directory in directories:
         check_directory(directory)
     found, rows, kept, lost = [], [], None, None
-    with status_line(quiet=as_json) as tell:
+    with progress() as tell:
         for directory in directories:
             settings, measured = tune(directory, seconds / len(directories), tell)
             found.append((directory, settings))

@@ -1,23 +1,15 @@
-"""`infinity verify`: that on this machine every placement and update mode gives the same bits.
+"""`infinity verify`: checks that on this machine every placement and update mode gives the same bits.
 
-A small GPT is trained some steps in every case, and its losses, norms, loss scales, masters, moments and
-copies are compared with those of ``update="sync"`` with everything on the host, bit for bit. A delayed
-update gives other results by design: its cases are compared with each other. Behind the backward nothing can
-be clipped: its cases, and the one that they are compared with, train without. What the reference itself
-is worth is compared with torch's own AdamW, within tolerances (`against_torch`).
-
-The training has what makes bits differ where something waits too little: norms that clip in some steps
-and not in others, one to three backwards per step, two param groups, a learning rate that is edited while
-the update before may be under way, and with fp16 losses that overflow.
-
-Placements × exact update modes are all there in fp32 and bf16; what else could change a bit (fp16,
-splits, several directories, tight memory, instruction sets, I/O backends) is there once or twice.
+A small network takes a few steps in every case. The losses and gradient norms of its steps, and its
+parameters and optimizer state at the end, must equal those of the same training with everything on the
+host and ``update="sync"``, bit for bit. A delayed update gives other results by design: its cases are
+compared with each other. An update behind the backward cannot clip, so neither does the training that it is
+compared with. The losses in fp32 must be those of plain torch, within 1e-5.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,35 +17,29 @@ from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import nn
+from torch.nn import functional as F
 
-from infinity.api.engine import engine_of
 from infinity.api.metrics import metrics
 from infinity.api.this_machine import check_directory
 from infinity.api.wrap import close, wrap
 from infinity.core.config import UPDATES, Config
 from infinity.core.errors import InfinityError
-from infinity.core.sizes import NORM_BLOCK, parse_dtype
+from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import available_backends
 from infinity.hardware.device import open_device
 
-from .console import finish, status_line, wide_console
+from .console import Tell, finish, progress, table_of, wide_console
 from .measure import scratch
-from .model import GPT
 
-VOCAB: Final = 256
-SEQUENCE: Final = 32
-STEPS: Final = 8
-CLIP: Final = 4.0  # norms of this training lie on both sides
-DTYPES: Final = ("fp32", "bf16", "fp16")
+STEPS: Final = 5
+BACKWARDS: Final = 2  # of a step
+CLIP: Final = 1.6  # norms of this training lie on both sides
+WIDTH: Final = 128
 
-# ---- cases ----
-
-HOST: Final = "all on host"
-NVME: Final = "all on NVMe"
-_SPLIT: Final = [(0.3, 0.3, 0.4), (0.2, 0.3, 0.5), (0.2, 0.4, 0.4)]
+HOST, NVME, SPLIT = "all on host", "all on NVMe", "split"
+_SHARES: Final = [(0.3, 0.3, 0.4), (0.2, 0.3, 0.5), (0.2, 0.4, 0.4)]
 #: Where parameters, gradients and the optimizer's state are.
 PLACEMENTS: Final[dict[str, Sequence[Any]]] = {
     HOST: ("host", "host", "host"),
@@ -63,347 +49,219 @@ PLACEMENTS: Final[dict[str, Sequence[Any]]] = {
     "state and gradients on NVMe": ("device", "nvme", "nvme"),
     NVME: ("nvme", "nvme", "nvme"),
     "parameters on NVMe": ("nvme", "host", "host"),
-    "split": [dict(zip(("device", "host", "nvme"), shares, strict=True)) for shares in _SPLIT],
+    SPLIT: [dict(zip(("device", "host", "nvme"), shares, strict=True)) for shares in _SHARES],
 }
-#: An update behind the backward needs to know which backward is a step's last, and nothing that is known only
-#: when that one is over may change the step. The reference of such a case is named `_LOOP`.
-_BEHIND: Final = {"accumulation": 2, "max_grad_norm": None}
-_LOOP: Final = "as behind the backward"
-#: Rounded stochastically, with the same random numbers everywhere. The reference has them, too.
-_ROUNDED: Final = {"bf16": "bf16 moments", "8bit": "8-bit moments"}
-_SPLIT_MASTER: Final = "split master"  # its compute parameters are rounded in another way
-#: What words in the name of a case stand for, beside the setting of that name.
-_MORE: Final[dict[str, dict[str, Any]]] = {
-    "fp16": {"loss_scale": 2.0**19, "loss_scale_window": 2},  # overflows, and not with what it falls to
-    "delayed": {"delay_warmup_steps": 3},  # some steps before a delay, some after
-    "backward": _BEHIND,
-    _LOOP: _BEHIND,
-    **{name: {"optimizer_state_dtype": form} for form, name in _ROUNDED.items()},
-    _SPLIT_MASTER: {"split_master": True},
-    "two directories": {"nvme": ["first", "second"]},
-    # As little at once as there can be, and one thread.
-    "tight": dict(read_ahead_memory=0, prefetch_memory=0, update_depth=1, queue_depth=1, threads=1),
+#: Further settings, with everything on NVMe and with a split.
+OTHERS: Final[dict[str, dict[str, Any]]] = {
+    "fp16": {"dtype": "fp16", "loss_scale": 2.0**22},  # some steps overflow
+    "bf16 moments": {"dtype": "bf16", "optimizer_state_dtype": "bf16"},
+    "8-bit moments": {"dtype": "bf16", "optimizer_state_dtype": "8bit"},
+    "split master": {"dtype": "bf16", "split_master": True},
+    "two directories": {"dtype": "bf16", "nvme": ["first", "second"]},
+    "one thread": {"dtype": "fp32", "threads": 1, "queue_depth": 1},
 }
+#: Cases that agree in these settings, and in whether their update is delayed, must agree in every bit.
+_MAKES_BITS: Final = ("dtype", "max_grad_norm", "loss_scale", "optimizer_state_dtype", "split_master")
 
 
 class Case(NamedTuple):
-    """One way to train. `settings` are of `Config`; `isa` of the CPU's Adam, None: as it is."""
+    """One way to train.
+
+    Attributes:
+        settings: of `infinity.Config`.
+        isa: instruction set of the CPU's Adam; None: the one in use.
+    """
 
     name: str
     settings: Mapping[str, Any]
     isa: str | None = None
 
+    @property
+    def reference(self) -> Case:
+        """The case whose bits this one must have."""
+        update = "delayed" if self.settings["update"] == "delayed" else "sync"
+        return case_of(HOST, update, **{n: v for n, v in self.settings.items() if n in _MAKES_BITS})
 
-def _case(place: str, update: str, dtype: str, *more: str, isa: str | None = None, **settings: Any) -> Case:
+
+def case_of(place: str, update: str, word: str = "", **settings: Any) -> Case:
+    """Return a case in one of the `PLACEMENTS`, with `word` in its name."""
     whole = dict(zip(("parameters", "gradients", "optimizer_state"), PLACEMENTS[place], strict=True))
-    whole |= dict(update=update, dtype=dtype, nvme=["first"], chunk_elements=NORM_BLOCK, max_grad_norm=CLIP)
-    whole |= dict(device_memory="16MiB", host_memory="96MiB", **settings)
-    for word in (update, dtype, *more):
-        whole |= _MORE.get(word, {})
-    return Case(", ".join((place, update, dtype, *more)), whole, isa)
+    whole |= dict(update=update, nvme=["first"], chunk_elements=NORM_BLOCK, max_grad_norm=CLIP)
+    whole |= dict(device_memory="16MiB", host_memory="96MiB")
+    if update == "backward":
+        whole |= dict(accumulation=BACKWARDS, max_grad_norm=None)
+    return Case(f"{place}, {word or settings['dtype']}", {**whole, **settings})
 
 
-def reference_of(case: Case) -> Case:
-    """Return what `case` must equal: everything on the host, in its dtype, ``sync`` (or ``delayed``)."""
-    update = "delayed" if case.settings["update"] == "delayed" else "sync"
-    more = [_LOOP] if "accumulation" in case.settings else []
-    more += [_ROUNDED[form]] if (form := case.settings.get("optimizer_state_dtype")) else []
-    more += [_SPLIT_MASTER] if case.settings.get("split_master") else []
-    return _case(HOST, update, case.settings["dtype"], *more)
-
-
-def cases_of(isas: Sequence[str], backends: Sequence[str], isa: str) -> list[Case]:
-    """Return the cases, references first within their dtype and kind of update.
-
-    Args:
-        isas: the instruction sets that this machine has; `isa` is the one in use.
-        backends: the I/O backends that work in the directory.
-    """
-    cases, default = [], UPDATES[0]
-    for update in sorted(UPDATES, key=lambda update: update != "sync"):
-        for dtype in ("fp32", "bf16"):
-            if update == "backward":
-                cases.append(_case(HOST, "sync", dtype, _LOOP))
-            cases += [_case(place, update, dtype) for place in PLACEMENTS]
-    cases.append(_case(HOST, "sync", "fp16"))
-    cases += [_case(place, default, "fp16") for place in (NVME, "state on NVMe", "split")]
-    places = HOST, "all on device", NVME, "split"
-    cases += [_case(place, "sync", "bf16", form) for form in _ROUNDED.values() for place in places]
-    cases += [_case(place, "sync", "bf16", _SPLIT_MASTER) for place in (*places, "state on NVMe")]
-    for more in ("tight", "two directories"):
-        cases += [_case(NVME, default, dtype, more) for dtype in ("fp32", "bf16")]
-    turns = itertools.cycle(DTYPES)
-    others = [each for each in isas if each != isa]
-    cases += [_case(place, default, next(turns), each, isa=each) for each in others for place in (HOST, NVME)]
-    cases += [
-        _case(HOST, default, "bf16", form, each, isa=each) for form in _ROUNDED.values() for each in others
-    ]
-    return cases + [_case(NVME, default, next(turns), each, aio_backend=each) for each in backends]
+def cases_of(isas: Sequence[str], backends: Sequence[str]) -> list[Case]:
+    """Return the cases, for the instruction sets of the CPU's Adam and the I/O backends that there are."""
+    dtypes, coded = ("fp32", "bf16"), OTHERS["8-bit moments"]
+    cases = [case_of(p, update, dtype=d) for d in dtypes for p in PLACEMENTS for update in UPDATES]
+    cases += [case_of(p, "sync", word, **more) for word, more in OTHERS.items() for p in (NVME, SPLIT)]
+    for isa in isas:
+        cases.append(case_of(NVME, "sync", f"fp32, {isa}", dtype="fp32")._replace(isa=isa))
+        cases.append(case_of(NVME, "sync", f"8-bit moments, {isa}", **coded)._replace(isa=isa))
+    return cases + [case_of(NVME, "overlap", b, dtype="fp32", aio_backend=b) for b in backends]
 
 
 # ---- training ----
 
 
-class Trace(NamedTuple):
-    """What a training came to: loss, gradient norm and loss scale of each step, and at the end tensors by
-    (kind, parameter)."""
-
-    steps: Sequence[tuple[float, ...]]
-    tensors: Mapping[tuple[str, str], torch.Tensor]
-
-
-def _model_and_optimizer(**options: Any) -> tuple[GPT, Any]:
-    """Return the model with the same values each time, and AdamW: matrices decay; vectors do not."""
+def _model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with the same values each time, and its optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = GPT(layers=2, width=128, heads=4, vocab=VOCAB)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return model, torch.optim.AdamW(groups, **options)
+        parts: list[nn.Module] = [nn.Embedding(256, WIDTH)]
+        for _ in range(3):
+            up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            parts.append(nn.Sequential(nn.LayerNorm(WIDTH), up, nn.GELU(), down))
+        model = nn.Sequential(*parts, nn.Linear(WIDTH, 256))
+    return model, torch.optim.AdamW(model.parameters(), weight_decay=0.1)
 
 
-def _steps(
-    forward: Callable[..., Any], optimizer: Any, device: str, steps: int, backwards: int | None = None
-) -> Iterator[float]:
-    """Make the backwards of each step (None: one, two and three in turn), and yield its loss when the
-    optimizer is to step."""
+def _losses(forward: Callable[..., Any], optimizer: Any, device: str) -> Iterator[float]:
+    """Make the backwards of each step, and yield the step's loss when the optimizer is to step."""
     scale = getattr(optimizer, "scale", lambda loss: loss)  # torch's own has none
-    for step in range(steps):
-        for number, group in enumerate(optimizer.param_groups):  # as a scheduler does; vectors learn faster
-            group["lr"] = (1e-3 + 1e-3 * number) / (1 + 0.25 * step)
+    random = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 1e-3 / (1 + 0.25 * step)  # as a scheduler does
         total = 0.0
-        for micro in range(backwards or 1 + step % 3):
-            random = torch.Generator().manual_seed(100 + 3 * step + micro)
-            tokens = torch.randint(VOCAB, (2, SEQUENCE + 1), generator=random).to(device)
-            loss = forward(tokens[:, :-1], tokens[:, 1:])
+        for _ in range(BACKWARDS):
+            tokens, targets = torch.randint(256, (2, 64), generator=random).to(device)
+            loss = F.cross_entropy(forward(tokens).float(), targets)
             scale(loss).backward()
             total += loss.item()
         yield total
         optimizer.zero_grad()
 
 
-def train(case: Case, device: str, directory: str, steps: int = STEPS) -> Trace:
-    """Train by the engine, on NVMe in `directory`.
+def train(case: Case, device: str, directory: str) -> dict[str, torch.Tensor]:
+    """Train by the engine, on NVMe in `directory`; return the losses and norms of all steps, and at the end
+    parameters and optimizer state.
 
     Raises:
         InfinityError: the engine cannot run the case, or failed in it.
     """
     nvme = [os.path.join(directory, name) for name in case.settings["nvme"]]
-    config, isa, figures = Config(**{**case.settings, "nvme": nvme, "device": device}), cpu_adam.isa(), []
+    config, isa = Config(**{**case.settings, "nvme": nvme, "device": device}), cpu_adam.isa()
     with ExitStack() as stack:
         stack.callback(cpu_adam.set_isa, isa)
         cpu_adam.set_isa(case.isa or isa)
         model, optimizer = wrap(*_model_and_optimizer(), config)
         stack.callback(close, optimizer)
-        for loss in _steps(model, optimizer, device, steps, config.accumulation):
-            scale = optimizer.loss_scale
+        optimizer.delayed_from = 1  # a case has few steps
+        losses, norms = [], []
+        for loss in _losses(model, optimizer, device):
             optimizer.step()
-            figures.append((loss, metrics(optimizer)["grad_norm"], scale))
-        return Trace(figures, tensors_of(model))
+            losses.append(loss)
+            norms.append(metrics(optimizer)["grad_norm"])
+        figures = {"losses": losses, "gradient norms": norms}
+        found = {name: torch.tensor(values, dtype=torch.float64) for name, values in figures.items()}
+        return found | tensors_of(model, optimizer)
 
 
-def tensors_of(model: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """Return copies, masters and moments of a wrapped model, by kind and parameter."""
-    engine, found = engine_of(model), dict[tuple[str, str], torch.Tensor]()
-    for name, param in model.named_parameters():
-        sharded = engine.params[param]
-        found["copy", name] = engine.states.copies_of([sharded])[sharded]
-        state = engine.states.read([sharded])[sharded]
-        found |= {(kind, name): state[kind] for kind in ("master", *engine.states.moments) if kind in state}
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters and the optimizer state of a wrapped model, by name."""
+    names = {param: name for name, param in model.named_parameters()}
+    order = [names[param] for group in optimizer.param_groups for param in group["params"]]
+    found = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        found |= {f"{kind} of {order[number]}": value for kind, value in state.items()}
     return found
 
 
-def train_torch(dtype: str, device: str, **options: Any) -> Trace:
-    """Train by torch's own AdamW with these `options`, in fp32 or with fp32 masters of `dtype`; gradients of
-    several backwards sum in fp32."""
-    model, optimizer = _model_and_optimizer(**options)
-    model.to(device)
-
-    def copies() -> dict[str, torch.Tensor]:
-        return {name: param.to(parse_dtype(dtype)) for name, param in model.named_parameters()}
-
-    figures = []
-    for loss in _steps(lambda *batch: functional_call(model, copies(), batch), optimizer, device, STEPS):
-        figures.append((loss, float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))))
+def train_torch(device: str) -> torch.Tensor:
+    """Train by torch's own AdamW, in fp32; return the losses of all steps."""
+    model, optimizer = _model_and_optimizer()
+    losses = []
+    for loss in _losses(model.to(device), optimizer, device):
+        losses.append(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    return Trace(figures, {("copy", name): value.detach().cpu() for name, value in copies().items()})
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 # ---- comparing ----
 
 
-class Difference(NamedTuple):
-    """Where two trainings part: `step` from 1; `parameter` None: a figure of the whole step."""
-
-    step: int
-    what: str
-    parameter: str | None
-    elements: int
-    found: float
-    wanted: float
-    again: bool = True  #: whether it was there when the case was repeated
-
-    def __str__(self) -> str:
-        where = f"{self.what} of {self.parameter}" if self.parameter is not None else f"the {self.what}"
-        count = f", {self.elements} elements" if self.elements > 1 else ""
-        timing = "" if self.again else "; not when it was repeated: it depends on timing"
-        return f"{where} after step {self.step}{count}: {self.found!r} instead of {self.wanted!r}{timing}"
-
-
-def compare(found: Trace, wanted: Trace) -> Difference | None:
-    """Return where two trainings of equally many steps part, or None: every bit is the same.
-
-    The first step counts; in the last one the first parameter, in the order of the model, before figures.
-    """
-    tensors, last = _compare_tensors(found, wanted), len(wanted.steps)
-    for step, (ours, theirs) in enumerate(zip(found.steps, wanted.steps, strict=True), 1):
-        if tensors is not None and step == last:
-            break
-        for what, one, other in zip(("loss", "gradient norm", "loss scale"), ours, theirs, strict=True):
-            if one != other and not (math.isnan(one) and math.isnan(other)):
-                return Difference(step, what, None, 1, one, other)
-    return tensors
-
-
-def _compare_tensors(found: Trace, wanted: Trace) -> Difference | None:
-    for (kind, name), value in wanted.tensors.items():
+def difference(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str | None:
+    """Return in words what differs first between two trainings; None: every bit is the same."""
+    for name, value in wanted.items():
         # Bits, not values: NaN is the same as itself, 0 is not −0.
-        integer = {2: torch.int16, 4: torch.int32}[value.dtype.itemsize]
-        ours, theirs = (t.contiguous().reshape(-1) for t in (found.tensors[kind, name], value))
-        at = ours.view(integer).ne(theirs.view(integer)).nonzero().flatten().tolist()
-        if at:
-            one, other = float(ours[at[0]]), float(theirs[at[0]])
-            return Difference(len(wanted.steps), kind, name, len(at), one, other)
+        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.dtype.itemsize]
+        ours, theirs = (tensor.flatten().view(integer) for tensor in (found[name], value))
+        if at := ours.ne(theirs).nonzero().flatten().tolist():
+            one, other = (tensor.flatten()[at[0]].item() for tensor in (found[name], value))
+            first = f"number {at[0]}: {one!r} instead of {other!r}"
+            return f"{name}: {len(at)} of {len(ours)} elements differ, {first}"
     return None
 
 
-def locate(case: Case, reference: Case, device: str, directory: str, seen: Difference) -> Difference:
-    """Return the first step after which a parameter differs, by training ever longer: state is looked at
-    only when a training has ended, since looking waits for everything and so may hide what is wrong."""
-    for steps in range(1, STEPS + 1):
-        found = compare(*(train(each, device, directory, steps) for each in (case, reference)))
-        if found is not None:
-            return found
-    return seen._replace(again=False)
-
-
-def against_torch(ours: Trace, dtype: str, device: str) -> dict[str, Any]:
-    """Compare a training by the engine with torch's AdamW. fp32: losses within 1e-5, and no more than twice
-    as many elements differ as between torch's own two; else losses alone count, within 2 %, since one
-    rounding of a copy that falls the other way moves everything after it a little.
-
-    Return the largest relative difference of a loss; how many elements of parameters are `differing`, by more
-    than 1e-5 of their value and 1e-5 of their parameter's largest; and how many do between torch's `own` two
-    implementations: where a gradient is all rounding, Adam amplifies it, in torch too.
-    """
-    wanted, another = train_torch(dtype, device, foreach=True), train_torch(dtype, device, fused=True)
-    losses = max(abs(a[0] - b[0]) / abs(b[0]) for a, b in zip(ours.steps, wanted.steps, strict=True))
-    differing, own = (
-        sum(
-            int(((each.tensors[key] - value).abs() > 1e-5 * (value.abs() + value.abs().max())).sum())
-            for key, value in wanted.tensors.items()
-        )
-        for each in (ours, another)
-    )
-    same = losses <= 1e-5 and differing <= 2 * max(own, 8) if dtype == "fp32" else losses <= 2e-2
-    return {"same": same, "losses": losses, "differing": differing, "own": own}
-
-
-# ---- the command ----
-
-
-def check(case: Case, references: dict[str, Trace], device: str, directory: str) -> dict[str, Any]:
-    """Train a case and compare it with its reference, which comes before it and is kept in `references`.
-    Return what came of it, as JSON has it: ``problem`` None: the same bits; else in words."""
-    start, wanted, problem, found = time.perf_counter(), reference_of(case), None, None
-    try:
-        trace = train(case, device, directory)
-        if case == wanted:
-            references[case.name] = trace
-        if wanted.name not in references:
-            problem = f"nothing to compare with: {wanted.name} failed"
-        elif (found := compare(trace, references[wanted.name])) is not None:
-            found = locate(case, wanted, device, directory, found)
-            problem = f"differs from {wanted.name}: {found}"
-    except InfinityError as error:
-        problem = f"failed: {error}"
-    return {
-        "case": case.name,
-        "settings": case.settings,
-        "isa": case.isa,
-        "same": problem is None,
-        "seconds": time.perf_counter() - start,
-        "problem": problem,
-        "difference": None if found is None else found._asdict(),
-    }
-
-
-def verify(device: str, directory: str, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Verify; return everything as JSON has it. Times in seconds.
+def verify(device: str, directory: str, tell: Tell) -> dict[str, Any]:
+    """Verify; return everything as JSON has it.
 
     Raises:
         DirectoryError: no file can be made in `directory`.
     """
     check_directory(directory)
-    start, isas, verdicts, references = time.perf_counter(), cpu_adam.available_isas(), [], dict[str, Trace]()
-    with scratch(directory) as place, sdpa_kernel(SDPBackend.MATH):
+    start, isas, rows = time.perf_counter(), cpu_adam.available_isas(), []
+    references: dict[str, dict[str, torch.Tensor]] = {}
+    with scratch(directory) as place:
         for name in ("first", "second"):
             os.mkdir(os.path.join(place, name))
+
+        def reference_of(case: Case) -> dict[str, torch.Tensor]:
+            key = json.dumps(case.reference.settings)
+            if key not in references:
+                references[key] = train(case.reference, device, place)
+            return references[key]
+
+        def as_reference(case: Case) -> str | None:
+            return difference(train(case, device, place), reference_of(case))
+
+        def as_torch(case: Case) -> str | None:
+            ours, theirs = reference_of(case)["losses"], train_torch(device)
+            same = torch.allclose(ours, theirs, rtol=1e-5, atol=0)
+            return None if same else f"losses {ours.tolist()}, but {theirs.tolist()} in plain torch"
+
         backends = [name for name, says in available_backends(place).items() if says == "ok"]
-        cases = cases_of(isas, backends, cpu_adam.isa())
-        for number, case in enumerate(cases, 1):
-            tell(f"[{number}/{len(cases)}] {case.name}")
-            verdicts.append(check(case, references, device, place))
-        tell("torch's AdamW")
-        torches = {}
-        for dtype in ("fp32", "bf16"):
-            if trace := references.get(f"{HOST}, sync, {dtype}"):
-                torches[dtype] = against_torch(trace, dtype, device)
-    norms = [norm for name, trace in references.items() if _LOOP not in name for _, norm, _ in trace.steps]
+        checks = [(case, as_reference) for case in cases_of(isas, backends)]
+        checks.append((case_of(HOST, "sync", "fp32, plain torch", dtype="fp32"), as_torch))
+        for number, (case, check) in enumerate(checks):
+            tell(f"{case.name}, {case.settings['update']}", number, len(checks))
+            try:
+                problem = check(case)
+                verdict = "same" if problem is None else "differs"
+            except InfinityError as error:
+                problem, verdict = str(error), "failed"
+            rows.append({**case._asdict(), "verdict": verdict, "problem": problem})
     return {
-        "device": device,
-        "directory": directory,
-        "isas": list(isas),
-        "backends": backends,
-        "updates": UPDATES,
-        "same": all(each["same"] for each in (*verdicts, *torches.values())),
+        **{"device": device, "directory": directory, "isas": list(isas), "backends": backends},
+        "same": all(row["verdict"] == "same" for row in rows),
         "seconds": time.perf_counter() - start,
-        "clipped_share": sum(norm > CLIP for norm in norms) / max(1, len(norms)),
-        "torch": torches,
-        "cases": verdicts,
+        "cases": rows,
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the result for a person."""
-    cases, console = result["cases"], wide_console()
-    wrong = [case for case in cases if not case["same"]]
-    lines = [(f"{case['case']}: {case['problem']}", "bold red") for case in wrong]
-    for dtype, found in result["torch"].items():
-        text = f"torch's AdamW, {dtype}: losses within {found['losses']:.1e}"
-        if dtype == "fp32":  # else a rounding of a copy makes many elements differ
-            text += f"; {found['differing']} elements of parameters beyond 1e-5, {found['own']} between "
-            text += "torch's own two implementations"
-        lines.append((text, "" if found["same"] else "bold red"))
-    text = f"{len(cases) - len(wrong)} of {len(cases)} cases gave the same bits in {result['seconds']:.0f} s"
-    text += f": {len(PLACEMENTS)} placements, update modes {', '.join(UPDATES)}, {', '.join(DTYPES)}, "
-    text += f"instruction sets {', '.join(result['isas'])}, I/O backends {', '.join(result['backends'])}, "
-    lines.append((f"{text}on {result['device']}", "bold red" if wrong else "green"))
-    if any(case["difference"] for case in wrong) or not all(
-        found["same"] for found in result["torch"].values()
-    ):
-        text = (
-            "This machine does not give the results that it should. If it is the same each time, report it "
-        )
-        text += "with the output of --json; if not, suspect memory, processor or drive (doctor, dmesg)."
-        lines.append((text, ""))
-    elif wrong:
-        text = "No case gave other bits. Those above did not run to their end, and say why; where there is "
-        lines.append((f"{text}too little room, --nvme DIR names another directory.", ""))
-    for line, style in lines:
-        console.print(line, style=style, markup=False)
+def show(result: Mapping[str, Any]) -> None:
+    """Print a table for a person: a row for each placement, a column for each update mode."""
+    console, verdicts, wrong = wide_console(), dict[str, dict[str, str]](), []
+    for row in result["cases"]:
+        update, verdict = row["settings"]["update"], row["verdict"]
+        verdicts.setdefault(row["name"], {})[update] = verdict
+        if verdict != "same":
+            wrong.append(f"{row['name']}, {update} {verdict}: {row['problem']}")
+    table = table_of(f"on {result['device']}", *UPDATES)
+    for name, cells in verdicts.items():
+        table.add_row(name, *(cells.get(update, "") for update in UPDATES))
+    console.print(table)
+    for text in wrong:
+        console.print(text, style="bold red", markup=False)
+    count = len(result["cases"])
+    console.print(f"{count - len(wrong)} of {count} cases are the same, in {result['seconds']:.0f} s")
+    if any(row["verdict"] == "differs" for row in result["cases"]):
+        console.print("Report cases that differ each time, with the output of --json. If a case differs only")
+        console.print("sometimes, suspect memory, processor or drive (infinity doctor, dmesg).")
 
 
 def verify_command(directory: str, device: str | None, as_json: bool) -> int:
@@ -415,6 +273,6 @@ def verify_command(directory: str, device: str | None, as_json: bool) -> int:
     name = str(opened.torch_device)
     # A CPU computes the same gradients each time by itself, within one process.
     torch.use_deterministic_algorithms(name.startswith("cuda"))
-    with status_line(quiet=as_json) as tell:
+    with progress() as tell:
         result = verify(name, os.path.abspath(directory), tell)
     return finish(result, show, as_json=as_json, failed=not result["same"])

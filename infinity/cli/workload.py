@@ -101,7 +101,7 @@ class Workload:
         """
         import torch
 
-        from infinity.api.hugging_face import dtype_keyword, unreadable
+        from infinity.api.hugging_face import unreadable
 
         [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         try:
@@ -110,9 +110,7 @@ class Workload:
             raise broken("transformers", error) from error
         try:
             with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(
-                    self.hf_config, **{dtype_keyword(): self.own_dtype}
-                )
+                model: nn.Module = AutoModelForCausalLM.from_config(self.hf_config, dtype=self.own_dtype)
         except Exception as error:  # whatever a configuration that is not what it should be makes of it
             raise unreadable(self._path, error) from error
         return model

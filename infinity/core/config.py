@@ -38,20 +38,10 @@ _CHOICES: Final = {
 _CALLED: Final = {"update": "update mode", "aio_backend": "I/O backend"}
 #: What a ring takes where neither the user nor `infinity tune` says anything.
 BLOCK_BYTES, QUEUE_DEPTH = MiB, 32
-#: Seconds that one request to a drive may take.
-IO_DEADLINE = 120.0
-#: What a ring takes at most (AIO_MAX_BLOCK, AIO_MAX_DEPTH in csrc/aio/aio.h), and the seconds of a deadline,
-#: which it counts in ns.
+#: What a ring takes at most (AIO_MAX_BLOCK, AIO_MAX_DEPTH in csrc/aio/aio.h).
 MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH = GiB, 4096
-_DEADLINES = 1e-9, 1e9
 #: What torch takes for a CPU or a CUDA device.
 _DEVICE = re.compile("(cpu|cuda)(:(0|[1-9][0-9]*))?")
-#: Names that settings had once, and those of today; None: the setting was removed.
-_OLD_NAMES: Final[Mapping[str, str | None]] = {
-    "durable": None,
-    "model.mlp": None,
-    "model.positions": None,
-}
 
 
 def _whole(default: Any, least: int, most: int | None = None, *, multiple: int = 1) -> Any:
@@ -75,7 +65,8 @@ class Config:
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Default: cuda if the machine has it.
         device_memory: bytes that the engine may use on the device (for gathered parameters, their gradients,
             and state that is placed there); activations come on top. Default: the free memory when the engine
-            starts, less a tenth.
+            starts, less a tenth. The engine loads units ahead into what is left; by default into half of
+            that, and the other half is for activations.
         host_memory: bytes of host memory that the engine may use. Default: the available memory when the
             engine starts (within the cgroup's limit), less a tenth. On a CPU device, `device_memory` and
             `host_memory` share this amount: each gets half, or what the other one leaves.
@@ -88,9 +79,9 @@ class Config:
             average. The bits do not depend on placements, chunks or ranks.
         split_master: with a compute dtype of bf16, keep of each master weight the compute parameter, which is
             its upper half, and its lower 16 bits: 2 bytes per parameter fewer. The master weights stay exact.
-            The compute parameters are rounded to nearest, and ties away from zero. An edit of a parameter
-            outside of `load` and `load_state_dict` keeps the lower bits: the master weight is then within
-            half a unit of bf16's last place of the edit. Not with ``update="delayed"``.
+            The compute parameters are rounded to nearest, and ties away from zero. If you edit a parameter
+            in any other way than by `load` and `load_state_dict`, the lower bits stay: the master weight is
+            then within half a unit of bf16's last place of the edit. Not with ``update="delayed"``.
         optimizer_state_fp32: names of the parameters whose moments stay fp32 where `optimizer_state_dtype` is
             ``"bf16"`` or ``"8bit"``. Each is a name as in `named_parameters()`, without the prefix of a
             compiled module, or a shell pattern: ``"*embed*"``, ``"*norm*"``, ``"*.bias"``. A pattern that
@@ -99,21 +90,19 @@ class Config:
             in ZeRO stages 0 and 1 ``"device"``, the only placement that these support.
         activations: where the inputs of checkpointed layers (`torch.utils.checkpoint`) are between their
             forward and their backward: ``"device"`` or ``"host"``. With ``"host"`` the engine copies them to
-            the host after the forward, and back before the backward. The bits stay the same.
-        activation_memory: bytes of host memory for ``activations="host"``; inputs that do not fit stay on the
-            device. None: a quarter of the rest of `host_memory` after everything that is placed there and the
-            smallest set of leases, at most 16 GiB.
+            the host after the forward, and back before the backward. The bits stay the same. The inputs get a
+            quarter of the `host_memory` that the placed state and the smallest set of leases leave, at most
+            16 GiB. Inputs that do not fit stay on the device.
         dtype: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters, and of the
-            floating-point inputs of the model's forward. These parameters are fp32 whatever it is: those of
-            BatchNorm, and those that the class of a module lists as `from_pretrained` of transformers reads
-            it, in `_keep_in_fp32_modules` (for ``"fp16"``) and `_keep_in_fp32_modules_strict` (for both).
-            None: each parameter keeps its own, and the engine does not cast inputs. To train fp16
-            parameters, set ``"fp16"``: only this setting scales the loss.
-        output_dtype: dtype of the model's floating-point outputs. None: the engine does not cast them.
-            ``"auto"``: fp32 if `dtype` is set, else the engine does not cast them.
+            floating-point inputs of the model's forward. The engine does not cast outputs. These parameters
+            are fp32 with every `dtype`: those of BatchNorm, and those that the class of a module lists in
+            `_keep_in_fp32_modules` (for ``"fp16"``) or in `_keep_in_fp32_modules_strict` (for both 16-bit
+            dtypes), as in `from_pretrained` of transformers. None: each parameter keeps its own dtype, and
+            the engine does not cast inputs. To train fp16 parameters, set ``"fp16"``: only this setting
+            scales the loss.
         max_grad_norm: `step` clips the global 2-norm of the gradients to this value. None: no clipping.
         skip_nonfinite: `step` makes no update if a gradient has an Inf or NaN, in any dtype: parameters,
-            moments and their step counts stay. fp16 does so whatever this is.
+            moments and their step counts stay. With fp16 the engine always skips such steps.
         units: names of module classes, or of modules as in `named_modules()`, that become units. None: the
             engine finds the units.
         update: where the update runs: behind the next forward (``"overlap"``), in `step()` (``"sync"``),
@@ -122,7 +111,7 @@ class Config:
             ``"overlap"``: `step()` returns when it has the gradients, their norm and the
             scalars. The update overlaps with the next forward; the engine updates each unit before its use.
             ``"sync"``: `step()` returns when the parameters are updated. Both give the same bits.
-            ``"delayed"``: after `delay_warmup_steps`, forward and backward overlap with the update of the
+            ``"delayed"``: after the first 40 steps, forward and backward overlap with the update of the
             step before, and use the parameters from before that update. This changes the result: AdamW can be
             sensitive to a staleness of one step.
             ``"backward"``: in the last backward of a step, which `accumulation` counts, the engine updates
@@ -131,31 +120,18 @@ class Config:
             backward and `step()` you may read gradients and param groups; it is an error to change them, or
             to use the model. Not with fp16, `max_grad_norm` or `skip_nonfinite`, which need the norm of all
             gradients first.
-        delay_warmup_steps: number of first updates without delay; only for ``"delayed"``.
-        loss_scale: fp16 only: first dynamic loss scale, a power of two.
-        loss_scale_window: fp16 only: steps without overflow after which the scale doubles.
-        prefetch_memory: bytes on the device for prefetched units. None: what `device_memory` leaves. If
-            `device_memory` is None and the device has its own memory, only half of that: the other half is
-            for activations.
+        loss_scale: fp16 only: first dynamic loss scale, a power of two. The engine halves the scale after a
+            step that overflows, and doubles it after 2000 steps without overflow.
         chunk_elements: elements of a chunk, a multiple of 65,536. None: 2 Mi with anything on NVMe. Else 16
-            Mi if the device has its own memory, and the leases that a run cannot do without take at most a
-            sixteenth of the host memory that `host_memory` leaves beside the state; 4 Mi otherwise.
-        update_depth: chunks in the update pipeline at once (read, update, write).
-        read_ahead_memory: bytes of host memory into which the engine reads optimizer state while a backward
-            runs, as far as `host_memory` leaves room.
+            Mi if the device has its own memory, and the smallest set of leases takes at most a sixteenth of
+            the host memory that `host_memory` leaves beside the state; 4 Mi otherwise.
         block_bytes: largest single I/O request, in bytes, a multiple of 4096 up to 1 GiB. None: the value
             that `infinity tune` found for the drive, else 1 MiB.
         queue_depth: requests in the kernel at once, per directory, up to 4096. None: as tuned, else 32.
         aio_backend: ``"auto"`` or one of the I/O backends.
-        io_deadline: seconds, up to 1e9, after which an unfinished transfer is an error.
         threads: threads of the CPU Adam. None: one per core that this process may use (its affinity, its
             cgroup's quota, divided by LOCAL_WORLD_SIZE). If the device is not the CPU, the default is one
             thread fewer per NVMe directory, and at least one fewer.
-        check_edits: raise `ParameterChangedError` for edits of parameters that torch does not count
-            (``p.data.copy_()``, numpy) outside of `gathered(write=True)`. The engine computes a checksum of a
-            unit's values before and after each use. For parameters that are placed on the device, whose edits
-            it otherwise keeps, it checks in each step, in each state dict of the optimizer and in `unwrap`.
-            For debugging: slow.
         zero_stage: what the engine shards over several ranks (ZeRO, arXiv 1910.02054, section 5): 0: nothing;
             1: the optimizer state; 2: gradients too; 3: parameters too. Below 3, parameters are placed on the
             device: the engine gathers them once in a step, and they stay. Below 2, each rank accumulates its
@@ -167,9 +143,6 @@ class Config:
             answer; three times as long in `wrap`, until the first step, and in saves, loads and exports. A
             rank waits without a deadline for another rank that is alive and runs code of its own. Both ranks
             log waits of 30 s and more.
-        independent_replicas: whether `mesh` may have fewer ranks than the job. Then each such group trains a
-            model of its own, and nothing keeps the groups in step. Each group needs its own `nvme`
-            directories and its own checkpoint paths.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, or contradicts another.
@@ -186,30 +159,20 @@ class Config:
     optimizer_state_fp32: Sequence[str] = ()
     gradients: Tiers | None = None
     activations: Activations = "device"
-    activation_memory: Size | None = None
     dtype: str | torch.dtype | None = None
-    output_dtype: str | torch.dtype | None = "auto"
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
     units: Sequence[str] | None = None
     update: Update = "overlap"
-    delay_warmup_steps: int = _whole(40, 0)
     loss_scale: float = 65536.0
-    loss_scale_window: int = _whole(2000, 1)
-    prefetch_memory: Size | None = None
     chunk_elements: int | None = _whole(None, NORM_BLOCK, multiple=NORM_BLOCK)
-    update_depth: int = _whole(3, 1)
-    read_ahead_memory: Size = GiB
     block_bytes: Size | None = _whole(None, 4096, MOST_BLOCK_BYTES, multiple=4096)
     queue_depth: int | None = _whole(None, 1, MOST_QUEUE_DEPTH)
     aio_backend: AIOBackend = "auto"
-    io_deadline: float = IO_DEADLINE
     threads: int | None = _whole(None, 1)
-    check_edits: bool = False
     zero_stage: int = _whole(3, 0, 3)
     accumulation: int | None = _whole(None, 1)
     rank_timeout: float = 600.0
-    independent_replicas: bool = False
     #: parsed placements, by the name of the kind of state
     placements: Mapping[str, Placement] = field(init=False, repr=False, compare=False)
 
@@ -229,8 +192,6 @@ class Config:
                 put(self, each.name, parse_size(value, each.name))
         if self.dtype is not None:
             put(self, "dtype", parse_precision(self.dtype))
-        if self.output_dtype not in (None, "auto"):
-            put(self, "output_dtype", parse_precision(self.output_dtype, "output_dtype"))
         unset = {"gradients": "device" if self.zero_stage in (0, 1) else "host"}
         given = {f.name: getattr(self, f.name) for f in fields(self) if str(f.type).startswith("Tiers")}
         given = {n: unset.get(n) if v is None else v for n, v in given.items()}
@@ -281,13 +242,6 @@ class Config:
                     found=found,
                     cure=f"{cure}, or leave split_master out",
                 )
-        if self.activation_memory is not None and self.activations != "host":
-            raise ConfigError(
-                "activation_memory is given, but activations stay on the device",
-                expected='activations="host" with activation_memory',
-                found=f"activations={self.activations!r}",
-                cure='activations="host", or leave activation_memory out',
-            )
         if self.device is not None and not _DEVICE.fullmatch(str(self.device)):
             raise ConfigError(
                 "unknown device",
@@ -295,9 +249,6 @@ class Config:
                 found=repr(self.device),
                 cure='device="cuda"',
             )
-        if not _DEADLINES[0] <= self.io_deadline <= _DEADLINES[1]:
-            wanted = "seconds from {:g} to {:g}".format(*_DEADLINES)
-            self._wrong("io_deadline", wanted, self.io_deadline, f"io_deadline={IO_DEADLINE}")
         if math.frexp(self.loss_scale)[0] != 0.5:
             self._wrong("loss_scale", "a power of two", self.loss_scale, "loss_scale=65536.0")
 
@@ -376,14 +327,6 @@ class Config:
     def compute_dtype(self) -> torch.dtype | None:
         """`dtype` as a torch dtype; None if each parameter keeps its own."""
         return None if self.dtype is None else torch_dtype(str(self.dtype))
-
-    @property
-    def cast_outputs(self) -> torch.dtype | None:
-        """The dtype to which the engine casts outputs; None if it does not cast them."""
-        name = self.output_dtype
-        if name == "auto":
-            name = None if self.dtype is None else "fp32"
-        return None if name is None else torch_dtype(str(name))
 
     @property
     def fp32_moments(self) -> Sequence[str]:
@@ -467,41 +410,12 @@ class Config:
             )
         return cls(**{str(key): value for key, value in content.items()})
 
-    @classmethod
-    def from_deepspeed(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any], arguments: Any = None
-    ) -> tuple[Config, list[str]]:
-        """Return the settings that a settings file of DeepSpeed means, and notes about the rest of it.
-
-        A note is a sentence: a key, its value, and what takes its place here. Every key is in the settings,
-        in a note or in the error.
-
-        Args:
-            source: the file, or its content as a dict.
-            arguments: the TrainingArguments with which `Trainer` fills in ``"auto"``; an object with some of
-                their attributes will do. `Trainer` then also clips the gradients, so `max_grad_norm` is None.
-
-        Raises:
-            ConfigError: the file cannot be read; or the engine lacks some of the settings. The error names
-                all of these.
-        """
-        from .deepspeed import translate  # few programs need it
-
-        found = translate(source, arguments)
-        return cls(**found.settings), found.notes
-
 
 def unknown_setting(name: str, known: Sequence[str], where: str = "") -> ConfigError:
     """Return the error for a setting that is none of `known`. These and `name` may begin with a section, such
     as ``engine.``; `where` says which file has it."""
-    old = name.removeprefix("engine.")
-    if new := _OLD_NAMES.get(old):
-        cure = f"{name!r} is called {name.removesuffix(old) + new!r} now"
-    elif old in _OLD_NAMES:
-        cure = f"{name!r} was removed; leave it out"
-    else:
-        close = _suggest(name, known)
-        cure = f"did you mean {close!r}?" if close else "remove it"
+    close = _suggest(name, known)
+    cure = f"did you mean {close!r}?" if close else "remove it"
     return ConfigError(
         f"unknown setting {where or repr(name)}", expected=", ".join(known), found=repr(name), cure=cure
     )

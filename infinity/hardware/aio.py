@@ -16,7 +16,7 @@ import weakref
 import zlib
 from typing import Any, Final, NamedTuple
 
-from infinity.core.config import BLOCK_BYTES, IO_DEADLINE, QUEUE_DEPTH
+from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
 from infinity.core.errors import (
     BackendError,
     ClosedError,
@@ -45,6 +45,9 @@ __all__ = [
     "crc32c_zeros",
     "open_ring",
 ]
+
+#: Seconds that one request to a drive may take.
+IO_DEADLINE: Final = 120.0
 
 
 class RingStats(NamedTuple):
@@ -78,7 +81,7 @@ class Ring:
         backend: ``"auto"`` or one of `BACKENDS`; INFINITY_AIO outweighs it.
         block_bytes: largest single request, a multiple of 4096, at most 1 GiB.
         queue_depth: requests in the kernel at once.
-        deadline: seconds that one request may take before its ticket fails for good.
+        deadline: seconds that one request may take before its ticket fails for good. None: `IO_DEADLINE`.
         threads: of the backend ``threads``.
         delay_seed: not None: random delays, for tests ([Note: random delays] in csrc/aio/ring.c).
             Default: the environment variable INFINITY_DELAY_SEED, if it is set.
@@ -101,13 +104,13 @@ class Ring:
         backend: str = "auto",
         block_bytes: int = BLOCK_BYTES,
         queue_depth: int = QUEUE_DEPTH,
-        deadline: float = IO_DEADLINE,
+        deadline: float | None = None,
         threads: int = 4,
         delay_seed: int | None = None,
     ) -> None:
         self.name = name
         self.path = path
-        self.deadline = deadline
+        self.deadline = deadline = IO_DEADLINE if deadline is None else deadline
         self.block_bytes, self.queue_depth, self.threads = block_bytes, queue_depth, threads
         self._pid = os.getpid()
         self._closed = False
@@ -359,7 +362,7 @@ class RingSettings(NamedTuple):
     backend: str = "auto"
     block_bytes: int | None = None
     queue_depth: int | None = None
-    deadline: float = IO_DEADLINE
+    deadline: float | None = None
     delay_seed: int | None = None
 
 

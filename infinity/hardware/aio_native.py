@@ -35,5 +35,5 @@ CURES: Final = {
     numbers.EINVAL: "set INFINITY_AIO=threads to see whether direct I/O fails; or use another file system",
     numbers.ENODATA: "make sure that nothing truncates the file: it is shorter than the request, or full",
     numbers.ESHUTDOWN: "see the first error of this directory; its drive did not answer in time",
-    numbers.ETIMEDOUT: "check dmesg; use another drive, or raise io_deadline",
+    numbers.ETIMEDOUT: "check dmesg, and use another drive",
 }

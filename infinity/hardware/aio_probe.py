@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import difflib
 import errno as numbers
-import fcntl
 import logging
 import mmap
 import os
-import tempfile
 import threading
 from typing import Any, Final
 
@@ -31,6 +29,7 @@ from infinity.core.system_errors import thread_limits
 
 from .aio_native import ALIGNMENT, ffi, lib
 from .direct_file import DirectFile, dio_offset_align
+from .probe import make_direct, nameless_file
 
 __all__ = ["BACKENDS", "available_backends", "choose_backend"]
 
@@ -82,19 +81,9 @@ def ring_options(block_bytes: int, queue_depth: int, threads: int, deadline: flo
 def _scratch(path: str) -> DirectFile:
     """Return a nameless file of one block in the directory, or raise DirectoryError."""
     try:
+        fd = nameless_file(path)
         try:
-            fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in (numbers.EOPNOTSUPP, numbers.EISDIR, numbers.EINVAL):
-                raise
-            fd, name = tempfile.mkstemp(prefix=".infinity-probe-", dir=path)
-            os.unlink(name)
-        try:
-            try:
-                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != numbers.EINVAL:
-                    raise
+            make_direct(fd)
             os.ftruncate(fd, ALIGNMENT)
         except BaseException:
             os.close(fd)

@@ -96,7 +96,6 @@ def connect(
     timeout: float = 600.0,
     patience: float = 1.0,
     notice: float = NOTICE_SECONDS,
-    independent: bool = False,
     apart: bool = False,
 ) -> Comm:
     """Return the ranks to train with: those of `mesh` (a 1-D DeviceMesh), else of the default process group,
@@ -109,7 +108,6 @@ def connect(
             wait for a rank that is alive and outside has no deadline ([Note: alive and outside], `watch.py`).
         patience: factor of `timeout` for all waits, until `Comm.be_punctual`.
         notice: seconds after which the waiting rank, and the rank that it waits for, log the wait.
-        independent: whether the mesh may have fewer ranks than the job.
         apart: a thread makes its collectives for which the program's collectives may wait, and which waits
             for none of them. So a rank whose program waits for another one is outside of these, and a rank in
             one of these is outside of the program's.
@@ -121,13 +119,13 @@ def connect(
     """
     if not timeout > 0:
         raise ConfigError("the ranks' timeout is not positive", expected="seconds > 0", found=timeout)
-    group = _group(device, timeout * patience) if mesh is None else _group_of(mesh, independent)
+    group = _group(device, timeout * patience) if mesh is None else _group_of(mesh)
     if group is None or dist.get_world_size(group) == 1:
-        return Alone() if group is None or dist.get_world_size() == 1 else _AloneOfSeveral(group)
+        return Alone()
     return Ranks(group, device, timeout, patience, notice, apart=apart)
 
 
-def numbers(mesh: Any = None, *, independent: bool = False) -> tuple[int, int | None]:
+def numbers(mesh: Any = None) -> tuple[int, int | None]:
     """Return the number that `connect` would give this rank, and its number on its node, as far as they are
     known, without a connection.
 
@@ -139,11 +137,11 @@ def numbers(mesh: Any = None, *, independent: bool = False) -> tuple[int, int | 
         launch = launched()
         return (launch.rank, launch.local_rank) if launch is not None else (0, 0)
     said = os.environ.get("LOCAL_RANK", "")
-    rank = dist.get_rank(None if mesh is None else _group_of(mesh, independent))
+    rank = dist.get_rank(None if mesh is None else _group_of(mesh))
     return rank, int(said) if said.isdecimal() else None
 
 
-def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
+def _group_of(mesh: Any) -> dist.ProcessGroup:
     """Return the group of a mesh."""
     if getattr(mesh, "ndim", None) != 1 or not hasattr(mesh, "get_group"):
         found = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else type(mesh).__name__
@@ -153,42 +151,17 @@ def _group_of(mesh: Any, independent: bool) -> dist.ProcessGroup:
             found=found,
             cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`',
         )
-    if mesh.get_coordinate() is None:
-        raise ConfigError(
-            "this rank is not in the mesh",
-            cure="call this on the ranks of the mesh only",
-        )
-    group: dist.ProcessGroup = mesh.get_group()
-    ranks, world = dist.get_process_group_ranks(group), dist.get_world_size()
-    if len(ranks) < world and not independent:
+    ranks, world = mesh.mesh.tolist(), dist.get_world_size()
+    if len(ranks) < world:
         raise ConfigError(
             "the mesh does not have all ranks of the job: the others would train replicas of the model that "
             "nothing keeps in step with this one",
             expected=f"a mesh of {world} ranks; infinity does not support replicated shards yet",
             found=f"a mesh of {len(ranks)} ranks: {', '.join(map(str, ranks))}",
-            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`; to train a separate model '
-            "on each such mesh, Config(independent_replicas=True)",
+            cure='leave `mesh` out, or `init_device_mesh("cpu", (world_size,))`',
         )
+    group: dist.ProcessGroup = mesh.get_group()
     return group
-
-
-def _claim(ranks: Sequence[int], path: str, saved: bool) -> None:
-    """Claim `path`, where these ranks save or else have arenas, for them, unless they are all ranks of the
-    job."""
-    if len(ranks) == dist.get_world_size():
-        return
-    mine = ", ".join(map(str, ranks))
-    store = dist.distributed_c10d._get_default_store()
-    kind = "path" if saved else f"nvme of {this_node().hex()}"  # each node has drives of its own
-    owner = store.compare_set(f"infinity/{kind}/{path}", "", mine).decode()
-    if owner != mine:
-        name = "checkpoints" if saved else path
-        raise ConfigError(
-            f"another replica of the job {'saves or exports to' if saved else 'has its arenas in'} {path}",
-            expected="a separate path for each replica, with Config(independent_replicas=True)",
-            found=f"the path of ranks {owner}, on ranks {mine}",
-            cure=f"put the number of the replica into the path, as in {name}/0 and {name}/1",
-        )
 
 
 def _group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
@@ -337,7 +310,6 @@ class Ranks(Comm):
         self._error: RankError | None = None  # this rank failed, or left a collective before its end
         self._closed = False
         ranks = dist.get_process_group_ranks(group)
-        self._ranks = ranks
         key = f"infinity/{'-'.join(map(str, ranks))}/{_made[tuple(ranks)]}"
         _made[tuple(ranks)] += 1
         store = dist.distributed_c10d._get_default_store()
@@ -479,10 +451,6 @@ class Ranks(Comm):
                 found=by_rank(told),
                 cure="install the same versions in the environment of every node",
             )
-
-    def claim(self, path: str, *, saved: bool = True) -> None:
-        if not self._closed:
-            _claim(self._ranks, path, saved)
 
     # -- errors
 
@@ -680,16 +648,6 @@ def _check_others(store: Any, ranks: Sequence[int]) -> None:
     for comm in list(_open):
         comm.check()
     _look(store, ranks, first=dist.get_rank() == 0)
-
-
-class _AloneOfSeveral(Alone):
-    """A rank that trains a model by itself, while others of the job train theirs."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks = dist.get_process_group_ranks(group)
-
-    def claim(self, path: str, *, saved: bool = True) -> None:
-        _claim(self._ranks, path, saved)
 
 
 def _interruptible(

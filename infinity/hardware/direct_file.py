@@ -24,7 +24,8 @@ class DirectFile:
     csrc/aio/ticket.c), so it is right, but slower, and passes through the page cache.
 
     Args:
-        path: of the file; for messages, and to open the second descriptor if /proc is missing.
+        path: of the file, or the directory of a file without a name; for messages, and to open the second
+            descriptor of a file that has a name if /proc is missing.
         fd: an open descriptor of it; stays the caller's to close, unless `owned` or a `Descriptor`.
         direct: whether `fd` is O_DIRECT. Default: looked up.
         owned: whether `close` closes `fd`.
@@ -131,8 +132,10 @@ class DirectFile:
         self._file.forget()
 
     def _drop(self) -> None:
-        self._plain.close()
-        self._file.close()
+        try:
+            self._plain.close()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> DirectFile:
         return self
@@ -160,14 +163,14 @@ def _reopen(path: str, fd: int, access: int) -> int:
     try:
         return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno != numbers.ENOENT:
+        if error.errno != numbers.ENOENT or not os.fstat(fd).st_nlink:
             raise DirectoryError(
-                f"cannot open an unlinked file again in {os.path.dirname(path)}",
+                f"cannot open a file without a name a second time in {path}",
                 errno=error.errno,
                 path=path,
                 expected="a file system that allows this through /proc/self/fd, such as ext4, XFS and btrfs",
                 found=error.strerror,
-                cure="name a directory on another file system",
+                cure="mount /proc, or name a directory on another file system",
             ) from error
         # No /proc; the name may have changed hands, so compare.
         plain_fd = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""What this machine has: memory within its limits, drives, file systems, NUMA nodes, GPUs.
+"""What the engine asks this machine for: memory within its limits, drives, file systems, NUMA nodes.
 
 Everything comes from /proc, /sys and the system calls for this purpose. A value that the kernel does not
 report is None.
@@ -6,22 +6,17 @@ report is None.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import fcntl
 import os
 import re
-import resource
 import secrets
 import stat
-import sys
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 _NO_LIMIT: Final = 1 << 60
 _SYS_BLOCK: Final = "/sys/dev/block"
-_CAP_IPC_LOCK: Final = 14
 
 
 # ---- memory ----
@@ -65,7 +60,7 @@ def cgroups_of(
     """Return (folder, version 1 or 2) of each cgroup of this process that has `controller`, and of
     those above it, inside out (cgroups(7))."""
     places = []
-    for line in (_text(proc) or "").splitlines():
+    for line in (text_of(proc) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             top, version = root / controllers, 1
@@ -108,24 +103,6 @@ def _left(folder: Path, limit: str, used: str) -> int:
         return _NO_LIMIT
 
 
-def memlock_limit() -> int | None:
-    """Return the bytes that this process may lock (`ulimit -l`); None: as many as it likes."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return None
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
-            return None  # the limit does not bind whoever has CAP_IPC_LOCK
-    return soft
-
-
-def aio_contexts() -> tuple[int, int] | None:
-    """Return (requests that contexts of Linux AIO hold now, how many they may): fs.aio-nr and
-    fs.aio-max-nr. None: the kernel has no Linux AIO, or does not say."""
-    now, most = (_text(Path("/proc/sys/fs", name)) for name in ("aio-nr", "aio-max-nr"))
-    return None if now is None or most is None else (int(now), int(most))
-
-
 # ---- NUMA ----
 
 
@@ -141,9 +118,9 @@ def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> tuple[NumaNode,
     """Return the NUMA nodes of this machine; one node, or none, is a machine without NUMA."""
     nodes = []
     for folder in sorted(root.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
-        found = re.search(r"MemTotal:\s+(\d+) kB", _text(folder / "meminfo") or "")
+        found = re.search(r"MemTotal:\s+(\d+) kB", text_of(folder / "meminfo") or "")
         memory = int(found[1]) * 1024 if found else 0
-        nodes.append(NumaNode(int(folder.name[4:]), parse_cpus(_text(folder / "cpulist") or ""), memory))
+        nodes.append(NumaNode(int(folder.name[4:]), parse_cpus(text_of(folder / "cpulist") or ""), memory))
     return tuple(nodes)
 
 
@@ -159,7 +136,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 def numa_node_of(folder: Path) -> int | None:
     """Return the NUMA node of a device's folder in /sys, from it or the nearest above that has one."""
     for place in (folder, *folder.parents):
-        number = _text(place / "numa_node")
+        number = text_of(place / "numa_node")
         if number is not None:
             return int(number) if int(number) >= 0 else None
     return None
@@ -188,66 +165,8 @@ class BlockDevice(NamedTuple):
     numa_node: int | None
 
 
-class DirectoryFacts(NamedTuple):
-    """What a directory stands on. Sizes in bytes."""
-
-    path: str
-    mount: Mount | None
-    drive: BlockDevice | None  #: None: no block device of its own (memory, network, a pool of drives)
-    free: int  #: for this user
-    total: int
-    writable: bool
-    direct: bool | None  #: whether files there take O_DIRECT; None: no file can be made
-    alignment: int | None  #: of O_DIRECT's offsets; 0: none; None: the kernel does not say
-    refusal: int | None = None  #: the error number with which a file cannot be made there
-
-
-def describe_directory(path: str) -> DirectoryFacts:
-    """Return what `path` stands on.
-
-    Raises:
-        OSError: it is missing, not a directory, or closed to this user.
-    """
-    with os.scandir(path):  # the errors that a user should see
-        pass
-    system = os.statvfs(path)
-    direct: bool | None = None
-    alignment: int | None = None
-    refusal: int | None = None
-    try:
-        fd, direct = nameless_file(path)
-    except OSError as error:
-        refusal = error.errno
-    else:
-        try:
-            alignment = _alignment(fd)
-        finally:
-            os.close(fd)
-    return DirectoryFacts(
-        path=os.path.abspath(path),
-        mount=mount_of(path),
-        drive=drive_of(path),
-        free=system.f_bavail * system.f_frsize,
-        total=system.f_blocks * system.f_frsize,
-        writable=direct is not None,
-        direct=direct,
-        alignment=alignment,
-        refusal=refusal,
-    )
-
-
-def _alignment(fd: int) -> int | None:
-    from infinity.core.errors import BuildError
-
-    try:
-        from .direct_file import dio_offset_align
-    except BuildError:  # whoever wants to know what is wrong here asks without the native part, too
-        return None
-    return dio_offset_align(fd)
-
-
-def nameless_file(directory: str) -> tuple[int, bool]:
-    """Return a descriptor of a new file in `directory` that no path names, and whether it is O_DIRECT.
+def nameless_file(directory: str) -> int:
+    """Return a descriptor of a new, empty file in `directory` that no path names.
 
     It is gone when it is closed, however the process ends. Without O_TMPFILE it has a name for the moment in
     which it is opened.
@@ -257,42 +176,54 @@ def nameless_file(directory: str) -> tuple[int, bool]:
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        fd = os.open(directory, flags | os.O_TMPFILE, 0o600)
+        return os.open(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
             raise
-        # In no directory of its own: where what is open is renamed as it goes (NFS, FUSE), that would stay.
-        name = os.path.join(directory, f".infinity-{secrets.token_hex(8)}")
-        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    name = os.path.join(directory, f".infinity-{secrets.token_hex(8)}")
+    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        os.unlink(name)
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def make_direct(fd: int) -> bool:
+    """Give an open file O_DIRECT; return whether its file system takes that.
+
+    Raises:
+        OSError: the system reported another error.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return fd, False
-        os.close(fd)
-        raise
-    return fd, True
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
 
 
 def mount_of(path: str) -> Mount | None:
     """Return the mount that `path` is on: the innermost, and of those at one point the last."""
     path = os.path.realpath(path)
     best: Mount | None = None
-    for line in (_text(Path("/proc/self/mountinfo")) or "").splitlines():
+    for line in (text_of(Path("/proc/self/mountinfo")) or "").splitlines():
         left, _, right = line.partition(" - ")
-        point = _unescape(left.split()[4])
+        point = unescape(left.split()[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and (best is None or len(point) >= len(best.point)):
             kind, source, *more = right.split()
             own = re.split(r"(?<!\\),", more[0]) if more else []  # a comma of a path is escaped
             options = (*left.split()[5].split(","), *own)
-            best = Mount(point, kind, _unescape(source), tuple(dict.fromkeys(options)))
+            best = Mount(point, kind, unescape(source), tuple(dict.fromkeys(options)))
     return best
 
 
-def _unescape(text: str) -> str:
+def unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text).replace("\\,", ",")
 
 
@@ -318,69 +249,18 @@ def drive_of(path: str) -> BlockDevice | None:
     if (folder / "partition").exists():
         folder = folder.parent
     places = ("serial", "device/serial", "device/wwid", "wwid", "dm/uuid", "md/uuid", "device/vpd_pg80")
-    rotational = _text(folder / "queue" / "rotational")
+    rotational = text_of(folder / "queue" / "rotational")
     return BlockDevice(
         name=folder.name,
         number=name,
-        model=_text(folder / "device" / "model") or _text(folder / "dm" / "name"),
-        serial=next(filter(None, (_text(folder / place) for place in places)), None),
+        model=text_of(folder / "device" / "model") or text_of(folder / "dm" / "name"),
+        serial=next(filter(None, (text_of(folder / place) for place in places)), None),
         rotational=None if rotational is None else rotational != "0",
         numa_node=numa_node_of(folder),
     )
 
 
 # ---- GPUs ----
-
-
-class Gpu(NamedTuple):
-    """One CUDA device. Memory in bytes."""
-
-    number: int
-    name: str
-    capability: str
-    total: int
-    free: int
-    pci: str | None
-    numa_node: int | None
-
-
-def has_cuda() -> bool:
-    """Return whether torch has a CUDA device. See [Note: torch is asked last]."""
-    if "torch" not in sys.modules and not _may_have_gpu():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _may_have_gpu() -> bool:
-    """[Note: torch is asked last] To import torch takes seconds. It has no CUDA device where there is neither
-    the library of NVIDIA's driver, which the CUDA runtime opens by this name, nor a file that drivers make:
-    that of NVIDIA, also on Tegra, of AMD, whose devices torch calls CUDA's too, or of WSL. Where one of them
-    is, there may still be no device: torch decides."""
-    if any(os.path.exists(f"/dev/{name}") for name in ("nvidiactl", "nvmap", "kfd", "dxg")):
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def gpus() -> tuple[Gpu, ...]:
-    """Return the CUDA devices that torch sees; none, where there is no torch."""
-    try:
-        import torch
-    except (ImportError, OSError):  # OSError: a library that torch loads
-        return ()
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        facts: Any = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        pci = pci_address(facts)
-        capability = f"{facts.major}.{facts.minor}"
-        found.append(Gpu(index, facts.name, capability, total, free, pci, gpu_numa_node(pci)))
-    return tuple(found)
 
 
 def pci_address(facts: Any) -> str | None:
@@ -396,7 +276,7 @@ def gpu_numa_node(pci: str | None, root: Path = Path("/sys/bus/pci/devices")) ->
     return numa_node_of(folder.resolve()) if folder.exists() else None
 
 
-def _text(file: Path) -> str | None:
+def text_of(file: Path) -> str | None:
     """Return what a file of /proc or /sys says, without spaces around; None if it does not."""
     try:
         return os.fsdecode(file.read_bytes()).strip("\0 \t\n") or None

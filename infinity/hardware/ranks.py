@@ -101,14 +101,6 @@ class Comm:
         """Wait for what was begun, up to `last` or all; raise what one of these raised, once. All: also until
         the device has ended what it was given of them."""
 
-    def claim(self, path: str, *, saved: bool = True) -> None:
-        """Claim `path`, where this model is saved, or else has its arenas, so that no other group of ranks of
-        the job uses it.
-
-        Raises:
-            ConfigError: another group uses it.
-        """
-
     def total(self, value: float) -> float:
         """Return the sum of all ranks' values, added in the order of the ranks. Collective."""
         values = (struct.unpack("<d", v)[0] for v in self.exchange("a sum", struct.pack("<d", value)))

@@ -8,24 +8,20 @@ that a later version wrote, counts as empty.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
 import logging
 import os
 import stat
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from infinity.core.config import MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH
-from infinity.core.errors import DirectoryError
 from infinity.core.sizes import ALIGNMENT
 
 from .probe import drive_of, mount_of
 
-_VERSION: Final = 1
+VERSION: Final = 1
 _MOST: Final = 1 << 20  # bytes of the file
 _LARGEST: Final = {"block_bytes": MOST_BLOCK_BYTES, "queue_depth": MOST_QUEUE_DEPTH, "threads": 256}
 _log = logging.getLogger("infinity.tuned")
@@ -74,12 +70,12 @@ def tuned(path: str | None) -> TunedSettings | None:
     if path is None:
         return None
     try:
-        entry = _read().get(drive_key(path))
+        entry = entries().get(drive_key(path))
     except OSError:
         return None
     if entry is None:
         return None
-    found = _parse(entry)
+    found = parse(entry)
     if found is None:
         _log.warning("%s: the settings for %s are damaged; run `infinity tune` again", settings_file(), path)
     return found
@@ -91,54 +87,18 @@ def bandwidths(paths: Sequence[str]) -> list[float] | None:
     found = []
     for path in paths:
         try:
-            entry = _read().get(drive_key(path))
+            entry: Any = entries().get(drive_key(path))
         except OSError:
             return None
-        kept = _kept(entry)
-        value: Any = kept["measured"].get("score_bytes_per_second") if kept is not None else None
+        measured = entry.get("measured") if parse(entry) is not None else None
+        value: Any = measured.get("score_bytes_per_second") if isinstance(measured, dict) else None
         if type(value) not in (int, float) or not 1e4 < value < 1e14:
             return None
         found.append(float(value))
     return found
 
 
-def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) -> Path:
-    """Keep `settings` for the drive below `path`, with the figures behind them; return the file.
-
-    Raises:
-        DirectoryError: the file cannot be written.
-    """
-    file = settings_file()
-    temporary = None
-    try:
-        devices = {key: kept for key, entry in _read().items() if (kept := _kept(entry)) is not None}
-        devices[drive_key(path)] = {
-            **settings._asdict(),
-            "measured": dict(measured),
-            "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        }
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=".tuned-", dir=file.parent)
-        with open(fd, "w", encoding="utf-8") as out:
-            json.dump({"version": _VERSION, "drives": devices}, out, indent=1)
-            out.write("\n")
-        os.replace(temporary, file)
-    except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        raise DirectoryError(
-            "cannot write the settings file",
-            errno=error.errno,
-            path=str(file),
-            expected="a file that this user may write",
-            found=os.strerror(error.errno or 0),
-            cure="set XDG_CONFIG_HOME to a writable directory, or use --no-store and paste the YAML",
-        ) from error
-    return file
-
-
-def _read() -> dict[str, Any]:
+def entries() -> dict[str, Any]:
     """Return drive key → entry; nothing if there is no file, or none that can be used."""
     file = settings_file()
     try:
@@ -148,7 +108,7 @@ def _read() -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         _log.warning("%s cannot be read (%s) and counts as empty", file, error)
         return {}
-    if not isinstance(content, dict) or content.get("version") != _VERSION:
+    if not isinstance(content, dict) or content.get("version") != VERSION:
         _log.warning("%s is of another version and counts as empty", file)
         return {}
     drives = content.get("drives")
@@ -165,7 +125,8 @@ def _text_of(file: Path) -> str:
         return opened.read(_MOST).decode("utf-8")
 
 
-def _parse(entry: object) -> TunedSettings | None:
+def parse(entry: object) -> TunedSettings | None:
+    """Return the settings of an entry; None: it is damaged."""
     if not isinstance(entry, dict):
         return None
     values = [entry.get(name) for name in _LARGEST]
@@ -175,17 +136,3 @@ def _parse(entry: object) -> TunedSettings | None:
     if entry["block_bytes"] % ALIGNMENT or not isinstance(entry.get("backend"), str):
         return None
     return TunedSettings(entry["block_bytes"], entry["queue_depth"], entry["backend"], entry["threads"])
-
-
-def _kept(entry: object) -> dict[str, Any] | None:
-    """Return what of an entry goes into the file again: its settings and its figures; None: damaged."""
-    settings = _parse(entry)
-    if settings is None or not isinstance(entry, dict):
-        return None
-    measured, when = entry.get("measured"), entry.get("when")
-    figures = {}
-    for name, value in measured.items() if isinstance(measured, dict) else ():
-        parts = value.values() if isinstance(value, dict) else (value,)
-        if all(type(part) in (int, float, str) for part in parts):
-            figures[name] = value
-    return {**settings._asdict(), "measured": figures, "when": when if isinstance(when, str) else None}

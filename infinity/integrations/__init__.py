@@ -1,1 +1,1 @@
-"""Libraries whose loops and files the engine fits into. Each module needs its library."""
+"""Libraries whose loops and files the engine fits into. Nothing else imports them, but the command line."""

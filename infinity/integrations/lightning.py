@@ -9,12 +9,15 @@ schedulers) is a small file of Lightning's beside that.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -23,21 +26,28 @@ import infinity
 from infinity.api.engine import Engine, engine_of
 from infinity.api.random_state import same_random_numbers
 from infinity.api.together import together
+from infinity.api.wanted import Wanted, check_minutes
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, StateDictError, WrapError
 from infinity.core.optional import optional
+from infinity.core.signals import SAVED, Ended
 from infinity.optim.optimizer import OffloadOptimizer
+from infinity.storage.checkpoints import list_checkpoints
 from infinity.storage.folder import sync
 
-[_DDPStrategy] = optional("lightning.pytorch.strategies", None, "DDPStrategy")
-[_Precision, _Mixed] = optional("lightning.pytorch.plugins.precision", None, "Precision", "MixedPrecision")
-[_TorchCheckpointIO] = optional("lightning.pytorch.plugins.io", None, "TorchCheckpointIO")
-[_apply] = optional("lightning_utilities.core.apply_func", None, "apply_to_collection")
+[_Callback] = optional("lightning.pytorch", "lightning", "Callback")
+[_DDPStrategy] = optional("lightning.pytorch.strategies", "lightning", "DDPStrategy")
+[_Precision, _Mixed] = optional(
+    "lightning.pytorch.plugins.precision", "lightning", "Precision", "MixedPrecision"
+)
+[_TorchCheckpointIO] = optional("lightning.pytorch.plugins.io", "lightning", "TorchCheckpointIO")
+[_apply] = optional("lightning_utilities.core.apply_func", "lightning", "apply_to_collection")
 
 #: Lightning's words for the compute dtype. The weights are fp32, or split, whatever it is.
 _DTYPES: Final = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
 _FILE: Final = "lightning-"  # what Lightning knows; the engine's checkpoint names the one that belongs to it
 _NEW: Final = ".saving"
+_STOPPED: Final = "stopped.ckpt"  # in the Trainer's default_root_dir: what a signal or the clock has saved
 
 
 class _Scaled(_Precision):  # type: ignore[misc,valid-type]
@@ -55,6 +65,74 @@ class _Scaled(_Precision):  # type: ignore[misc,valid-type]
 
     def pre_backward(self, tensor: Any, module: Any) -> Any:
         return super().pre_backward(self._strategy.wrapped_optimizer.scale(tensor), module)
+
+
+class _Wanted(Wanted):
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        try:
+            super()._ask(number, frame)
+        except Ended as error:  # Lightning ends with 1 on any KeyboardInterrupt
+            raise SystemExit(error.code) from None
+
+
+class _Signals(_Callback):  # type: ignore[misc,valid-type]
+    """Has a fit save where a signal or the clock asks for it, and stop where a signal does."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._minutes = minutes
+        self._wanted: Wanted | None = None  # no step is made: nothing to train is left
+        self._step = self._saved = -1
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        theirs = signal.getsignal(signal.SIGTERM)  # Lightning's own handler ends a run without a save
+        known = type(theirs).__module__.startswith(("lightning.", "pytorch_lightning."))
+        self._wanted = _Wanted(engine_of(module), self._minutes)
+        self._wanted.take([theirs] if known else ())
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self._wanted is None or trainer.global_step == self._step:
+            return  # gradients are added up
+        self._step = trainer.global_step
+        end, due = self._wanted.agreed()
+        if end or due:
+            self._save(trainer)
+        trainer.should_stop = trainer.should_stop or bool(end)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if self._wanted is not None:
+            # What came behind the last step, or in its save. What stopped the training is saved: to
+            # Lightning the epoch is complete by now, and a checkpoint of now would leave out its rest.
+            if any(self._wanted.agreed()) and self._saved != trainer.global_step:
+                self._save(trainer)
+            self._wanted.give_back()
+            self._wanted.pass_on()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if self._wanted is not None:
+            self._wanted.give_back()
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        if self._wanted is not None and self._wanted.end:
+            raise SystemExit(SAVED)
+
+    def _save(self, trainer: Any) -> None:
+        trainer.save_checkpoint(os.path.join(trainer.default_root_dir, _STOPPED))
+        self._saved = trainer.global_step
+
+
+def newest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Return the checkpoint of `InfinityStrategy` below `directory` with the most steps, the last one of
+    these; None if there is none. It is for ``fit(ckpt_path=…)``.
+
+    Raises:
+        CorruptionError: the index of a checkpoint is damaged.
+    """
+    found = []
+    for path in glob.iglob(os.path.join(glob.escape(os.fspath(directory)), "**", "*.ckpt"), recursive=True):
+        if os.path.isdir(path) and (whole := list_checkpoints(path)):
+            found.append((whole[-1].step, os.stat(whole[-1].path).st_mtime_ns, path))
+    return max(found)[-1] if found else None
 
 
 class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
@@ -78,20 +156,27 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
       are empty, and changes of them are errors.
     - With ``save_weights_only=True`` a checkpoint is a file of Lightning's, with all weights, which
       ``load_from_checkpoint`` reads. `infinity.export` writes a model for ``from_pretrained``.
+    - After a SIGTERM or SIGHUP, ``fit`` finishes the current step, saves ``stopped.ckpt`` in the Trainer's
+      ``default_root_dir``, stops, and raises SystemExit(75), "try again later". After a SIGUSR1, and every
+      `save_minutes` minutes, it saves that and goes on. A second SIGTERM, a second later or more, ends it
+      now, with exit code 143. A signal to one rank counts for all. A signal that the program ignores or
+      handles itself is left alone. `newest_checkpoint` finds what ``fit(ckpt_path=…)`` goes on from. In the
+      middle of an epoch Lightning begins its data again, unless the loader has a state.
 
     Ranks are started by torchrun, SLURM or Lightning, as for ``strategy="ddp"``.
 
     Args:
         config: where parameters, gradients and the optimizer's state are. ``device`` is that of Lightning.
         save_frozen: whether checkpoints hold the frozen parameters: see ``frozen`` of `save`.
+        save_minutes: time between two saves of ``stopped.ckpt``; None: the clock saves nothing.
         given: what Lightning's `DDPStrategy` takes for the ranks: ``timeout``, ``process_group_backend``,
             ``cluster_environment``.
 
     Raises:
         DataError: from the import of this module: lightning is not installed, or the installation is broken.
-        ConfigError: `config` is no `Config`, or contradicts the Trainer's precision, devices or
-            ``accumulate_grad_batches``; or the Trainer has a precision or a `CheckpointIO` that the engine
-            cannot take.
+        ConfigError: `config` is no `Config`, or `save_minutes` no number; or the `Config` contradicts the
+            Trainer's precision, devices or ``accumulate_grad_batches``; or the Trainer has a precision or a
+            `CheckpointIO` that the engine cannot take.
         WrapError: ``configure_optimizers`` returns no optimizer, or several, or `wrap` refuses the one; or
             ``fit`` gets a module that a fit or the program has wrapped.
         StateDictError: ``on_save_checkpoint`` or ``on_load_checkpoint`` changes weights or the state.
@@ -103,17 +188,26 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
     optimizers: Any
     lr_scheduler_configs: Any
 
-    def __init__(self, config: Config, *, save_frozen: bool = True, **given: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        save_frozen: bool = True,
+        save_minutes: float | None = None,
+        **given: Any,
+    ) -> None:
+        check_minutes(save_minutes)
         if not isinstance(config, Config):
             raise ConfigError(
                 "the strategy takes a Config",
                 expected="infinity.Config(…)",
                 found=repr(config),
                 cure="InfinityStrategy(infinity.Config(…)); for settings of DeepSpeed: "
-                "InfinityStrategy(infinity.Config.from_deepspeed(file)[0])",
+                "InfinityStrategy(infinity.integrations.deepspeed.config_from(file)[0])",
             )
         self._given = self._config = config
         self._save_frozen = save_frozen
+        self._signals = _Signals(save_minutes)
         self._engine: Engine | None = None
         self._made: tuple[Any, Any] | None = None  # optimizer and schedulers that no fit has taken yet
         self._from_directory = False  # what is being loaded
@@ -194,6 +288,8 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
         if fits and self._made is not None:
             (self.optimizers, self.lr_scheduler_configs), self._made = self._made, None
         self.setup_precision_plugin()
+        if self._signals not in trainer.callbacks:
+            trainer.callbacks.insert(0, self._signals)  # ModelCheckpoint is the last one
 
     def _is_wrapped(self) -> bool:
         try:

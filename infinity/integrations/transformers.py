@@ -17,7 +17,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -25,14 +25,17 @@ import infinity
 from infinity.api.engine import Engine, engine_of
 from infinity.api.random_state import same_random_numbers
 from infinity.api.together import together
+from infinity.api.wanted import Wanted, check_minutes
 from infinity.core.config import Config
-from infinity.core.deepspeed import has_settings, read_deepspeed
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
 from infinity.core.optional import optional
-from infinity.optim.deepspeed import any_scheduler, deepspeed_optimizer
+from infinity.core.signals import SAVED
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.storage.checkpoints import list_checkpoints
 from infinity.storage.folder import sync
+
+if TYPE_CHECKING:
+    from .deepspeed.trainer import TrainerSettings
 
 _Class = TypeVar("_Class", bound=type)
 #: Methods of Trainer that are not for users, with the parameters that they must have. The first one gives
@@ -78,12 +81,14 @@ def check_hooks(trainer: type) -> None:
             f"the Trainer of transformers {version} is not one that infinity.integrations.transformers knows",
             expected=", ".join(f"{name}({', '.join(names)})" for name, names in _HOOKS.items()),
             found=", ".join(wrong),
-            cure="pip install 'transformers==5.24.0'; or call `infinity.wrap` yourself, and give Trainer the "
-            "model and the optimizer that it returns",
+            cure="pip install 'transformers==5.24.0'; or train in a loop of your own, in `infinity.Run`",
         )
 
 
-[_Trainer] = optional("transformers", "hf", "Trainer")
+[_Trainer, _TrainerCallback, _TrainerState] = optional(
+    "transformers", "hf", "Trainer", "TrainerCallback", "TrainerState"
+)
+[_TrainOutput] = optional("transformers.trainer_utils", "hf", "TrainOutput")
 check_hooks(_Trainer)
 
 
@@ -92,13 +97,15 @@ def offloaded(trainer: _Class) -> _Class:
     """Return a subclass of a trainer of transformers or TRL that trains with `wrap`: for example
     ``offloaded(transformers.Trainer)``, ``offloaded(trl.SFTTrainer)``.
 
-    Its constructor takes what that of `trainer` takes, ``infinity=Config(…)``, and ``save_frozen=False``,
-    with which the run's checkpoints leave out the frozen base of adapters (see ``frozen`` of `save`).
+    Its constructor takes what that of `trainer` takes, ``infinity=Config(…)``, and two more: with
+    ``save_frozen=False`` the run's checkpoints leave out the frozen base of adapters (see ``frozen`` of
+    `save`), and ``save_minutes`` is the time between two checkpoints.
 
     In place of a `Config` it takes a settings file of DeepSpeed, or its content as a dict: it calls
-    `Config.from_deepspeed` with the training arguments, and warns once with the notes. The optimizer and the
-    scheduler are those of the file, if it has them and the program passes none. The class then does by itself
-    what a wrapped model needs:
+    `infinity.integrations.deepspeed.config_from` with the training arguments, and warns once with the notes.
+    The optimizer and the scheduler are those of the file, if it has them and the program passes none.
+
+    The class does by itself what a wrapped model needs:
 
     - It wraps the model with the optimizer that Trainer builds, before the first step or evaluation. The
       model, with its parameters on the tiers, stays ``trainer.model``; `infinity.close` takes it.
@@ -106,20 +113,27 @@ def offloaded(trainer: _Class) -> _Class:
     - A checkpoint of Trainer, ``checkpoint-<n>``, has the run's state in ``infinity/``, from `infinity.save`
       on all ranks, and the model as `infinity.export` writes it, for ``from_pretrained``.
       ``train(resume_from_checkpoint=True)`` takes the newest complete one, ``trainer.newest_checkpoint()``,
-      which is None where there is none. Checkpoints of Trainer itself can be resumed as well.
+      which is None where there is none. From the one of the last step it loads the model, and makes no step.
+      Checkpoints of Trainer itself can be resumed as well.
     - ``load_best_model_at_end`` loads the whole state of the best checkpoint.
     - ``save_total_limit`` removes an older checkpoint once the newer one is durable on all ranks, and only
       those that this run has written. The best one stays.
     - ``save_model`` is `infinity.export`. With several ranks, all call it.
+    - After a SIGTERM or SIGHUP, ``train`` finishes the current step, saves a checkpoint, stops, and raises
+      SystemExit(75), "try again later". After a SIGUSR1, and every `save_minutes` minutes, it saves and goes
+      on. A second SIGTERM, a second later or more, ends it now, with exit code 143. A signal to one rank
+      counts for all. After the last step a signal ends nothing: ``train`` returns. A signal that the program
+      ignores or handles itself is left alone. After ``train`` the process ignores SIGUSR1.
 
     Raises:
         DataError: transformers is not installed, or the installation is broken.
         ConfigError: `trainer` is no trainer of transformers; or ``accelerate launch`` has started the process
             for DeepSpeed, FSDP or Megatron-LM. From the import of this module: this version of transformers
             is not known. From the constructor: `infinity` is neither a `Config` nor settings of DeepSpeed, or
-            contradicts the training arguments; or the engine lacks some of these settings; or the arguments
-            ask for DeepSpeed, FSDP or ``auto_find_batch_size``. From ``train``: an option of the file's
-            optimizer or scheduler is wrong, or Trainer does not know of all ranks.
+            contradicts the training arguments; or `save_minutes` is no number; or the engine lacks some of
+            these settings; or the arguments ask for DeepSpeed, FSDP or ``auto_find_batch_size``. From
+            ``train``: an option of the file's optimizer or scheduler is wrong, or Trainer does not know of
+            all ranks.
         DirectoryError: from ``train(resume_from_checkpoint=True)``: there is no complete checkpoint.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, _Trainer)):
@@ -148,6 +162,43 @@ class _Scaler:
         pass
 
 
+class _Signals(_TrainerCallback):  # type: ignore[misc,valid-type]
+    """Has a training save where a signal or the clock asks for it, and stop where a signal does."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._minutes = minutes
+        self._wanted: Wanted | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._wanted = Wanted(engine_of(given["optimizer"]), self._minutes)
+        self._wanted.take()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        assert self._wanted is not None
+        end, due = self._wanted.agreed()
+        control.should_save = control.should_save or due or bool(end)
+        control.should_training_stop = control.should_training_stop or bool(end)
+
+    def give_back(self) -> None:
+        """Restore the handlers of signals."""
+        if self._wanted is not None:
+            self._wanted.give_back()
+
+    def end(self, state: Any) -> None:
+        """End the process if a signal has stopped the training before its last step."""
+        if self._wanted is None:
+            return
+        if self._wanted.end and state.global_step < state.max_steps:
+            raise SystemExit(SAVED)
+        if self._wanted.came:
+            warnings.warn(
+                f"{self._wanted.came} came in the last step or after it: the training is complete, and "
+                "`train` returns",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
 class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
     """What `offloaded` puts before a trainer."""
 
@@ -162,27 +213,33 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         *given: Any,
         infinity: Config | str | os.PathLike[str] | Mapping[str, Any] | None = None,
         save_frozen: bool = True,
+        save_minutes: float | None = None,
         **settings: Any,
     ) -> None:
+        check_minutes(save_minutes)
         self._save_frozen = save_frozen
-        self._deepspeed: dict[str, Any] = {}
-        if isinstance(infinity, (str, os.PathLike, Mapping)):
-            self._deepspeed = read_deepspeed(infinity)
-        if not isinstance(infinity, Config) and not has_settings(self._deepspeed):
+        self._deepspeed: TrainerSettings | None = None
+        if isinstance(infinity, Config):
+            self._config = infinity
+        elif isinstance(infinity, (str, os.PathLike, Mapping)):
+            from .deepspeed.trainer import TrainerSettings  # few programs need it
+
+            self._deepspeed = TrainerSettings(infinity)
+        if not isinstance(infinity, Config) and not (self._deepspeed and self._deepspeed.known):
             raise ConfigError(
                 "an offloaded trainer takes a Config",
                 expected="infinity.Config(…), or the settings of DeepSpeed: the name of a file, or a dict",
                 found=repr(infinity),
                 cure=f"{type(self).__name__}(…, infinity=infinity.Config(…))",
             )
-        if isinstance(infinity, Config):
-            self._config = infinity
         self._rates: list[Any] = []  # of the param groups, before any scheduler
         self._engine: Engine | None = None
         self._limit: int | None = None  # of checkpoints; Trainer's own rotation sees none
         self._directory = ""  # of the newest checkpoint
         self._written: list[str] = []  # names of this run's checkpoints there
         super().__init__(*given, **settings)
+        self._signals = _Signals(save_minutes)
+        self.add_callback(self._signals)
 
     # -- settings ---------------------------------------------------------------------------
 
@@ -191,8 +248,8 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         args = self.args = copy.copy(self.args)
         _check_launcher()
         _check_arguments(args)
-        if not hasattr(self, "_config"):
-            self._config = _from_deepspeed(self._deepspeed, args)
+        if self._deepspeed is not None and not hasattr(self, "_config"):
+            self._config = self._deepspeed.config(args)
         self._config = _translated(self._config, args)
         self._limit, args.save_total_limit = args.save_total_limit, None
         args.bf16 = args.fp16 = args.bf16_full_eval = args.fp16_full_eval = False
@@ -207,8 +264,8 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
     def create_optimizer(self, *given: Any, **named: Any) -> Any:
         """Build the optimizer as the trainer does, or as the file of DeepSpeed; wrap the model with it."""
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self._deepspeed:
-            self.optimizer = deepspeed_optimizer(self._deepspeed, self.model.parameters(), self.args)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self._deepspeed is not None:
+            self.optimizer = self._deepspeed.optimizer(self.model.parameters(), self.args)
         super().create_optimizer(*given, **named)
         if self._engine is not None and self._engine.model() is not self.model:  # of `model_init`
             self._engine.close()
@@ -219,7 +276,6 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
             self._engine = engine_of(self.optimizer)
             self._rates = [group["lr"] for group in self.optimizer.param_groups]
             self._check_ranks(self._engine)
-            self._engine.saves_on_all_ranks = True
             if self.args.world_size > 1 and hasattr(self.model, "generate"):
                 self.model.generate = functools.partial(_generate, self.model.generate)
             if self._config.dtype == "fp16":
@@ -228,11 +284,12 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Build the scheduler of the file of DeepSpeed, if it has one; else as the trainer does."""
-        if self.lr_scheduler is None and "scheduler" in self._deepspeed:
+        settings = self._deepspeed
+        if self.lr_scheduler is None and settings is not None and settings.has_scheduler:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate  # another `train` may have changed it
-            self.lr_scheduler = any_scheduler(self._deepspeed, self.optimizer, self.args, num_training_steps)
-            self._created_lr_scheduler = self.lr_scheduler is not None
+            self.lr_scheduler = settings.scheduler(self.optimizer, self.args, num_training_steps)
+            self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _check_ranks(self, engine: Engine) -> None:
@@ -264,10 +321,28 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
                     cure="train(resume_from_checkpoint=trainer.newest_checkpoint()), which begins anew where "
                     "there is none",
                 )
-        done = super().train(resume_from_checkpoint, *given, **named)
+        if isinstance(resume_from_checkpoint, str) and _is_ours(resume_from_checkpoint):
+            state = _TrainerState.load_from_json(os.path.join(resume_from_checkpoint, _STATE))
+            if 0 < self.args.max_steps <= state.global_step:
+                return self._completed(resume_from_checkpoint, state)
+        try:
+            done = super().train(resume_from_checkpoint, *given, **named)
+        finally:
+            self._signals.give_back()
         if self._limit == 1 and self.state.best_model_checkpoint is not None:
             self._rotate({self.state.best_model_checkpoint})
+        self._signals.end(self.state)
         return done
+
+    def _completed(self, checkpoint: str, state: Any) -> Any:
+        """Load the last checkpoint of a training. Trainer itself would make one step more."""
+        if self._engine is None:
+            self.create_optimizer()
+        self._load(checkpoint, None)
+        self.state = state
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
+        return _TrainOutput(state.global_step, 0.0, {})
 
     def newest_checkpoint(self) -> str | None:
         """Return the newest complete checkpoint in ``output_dir``; None if there is none."""
@@ -476,43 +551,6 @@ def _check_arguments(args: Any) -> None:
             found="auto_find_batch_size=True",
             cure="set per_device_train_batch_size",
         )
-
-
-def _from_deepspeed(settings: dict[str, Any], args: Any) -> Config:
-    """Return the `Config` of settings of DeepSpeed, to which the arguments add the dtype."""
-    for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
-        block = next((settings[key] for key in keys if key in settings), None)
-        if block is None:
-            settings[name] = {"enabled": "auto"}
-            continue
-        said, wanted = isinstance(block, Mapping) and block.get("enabled", False), getattr(args, name)
-        if said in (True, False) and said != wanted:
-            raise ConfigError(
-                "the settings of DeepSpeed contradict the training arguments",
-                expected=f"{name}={said} in the training arguments, as {name}.enabled in the settings",
-                found=f"TrainingArguments({name}={wanted})",
-                cure=f'{name}={said} in the training arguments; or write "{name}": {{"enabled": "auto"}}',
-            )
-    said, wanted = settings.get("train_batch_size"), args.per_device_train_batch_size
-    wanted *= args.gradient_accumulation_steps * args.world_size
-    if said not in (None, "auto", wanted):
-        raise ConfigError(
-            "the settings of DeepSpeed contradict the training arguments",
-            expected=f"train_batch_size {wanted}: per_device_train_batch_size × "
-            "gradient_accumulation_steps × ranks, as in the arguments",
-            found=f"train_batch_size = {said!r}",
-            cure='write "train_batch_size": "auto", or change the arguments',
-        )
-    config, notes = Config.from_deepspeed(settings, args)
-    if args.process_index == 0 and notes:
-        warnings.warn(
-            "these are notes about the settings of DeepSpeed. They speak of a loop of your own: the trainer "
-            "creates the optimizer and the scheduler, scales losses and divides them by itself.\n"
-            + "\n".join(f"- {note}" for note in notes),
-            UserWarning,
-            stacklevel=2,
-        )
-    return config
 
 
 def _translated(config: Config, args: Any) -> Config:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .deepspeed import deepspeed_scheduler
     from .lion import Lion
     from .muon import Muon, muon_groups
 
-__all__ = ["Lion", "Muon", "deepspeed_scheduler", "muon_groups"]
+__all__ = ["Lion", "Muon", "muon_groups"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import deepspeed, lion, muon
+    from . import lion, muon
 
-    of = {"Lion": lion, "Muon": muon, "muon_groups": muon, "deepspeed_scheduler": deepspeed}
-    return getattr(of[name], name)
+    return getattr(lion if name == "Lion" else muon, name)

@@ -5,8 +5,7 @@ parameter, from the master. An edit that torch counts shows in the parameter's v
 does not count (`p.data.mul_()`, numpy) shows in the values alone. So the engine computes a checksum after
 each update, load or known edit, and compares it before the next update, save or state dict. The master takes
 over both kinds of edits. But while an update is delayed, newer values are about to replace the edited ones,
-and the edit is an error, as with ``Config(check_edits=True)``. If the compute parameters are the master,
-there is nothing to take over.
+and the edit is an error. If the compute parameters are the master, there is nothing to take over.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Edits:
         if looked is None:
             looked = {*unseen(unit for unit in newer if not unit.writers)}
         for unit in newer:
-            unit.check_looked(looked, newer=True)
+            unit.check_replaced(looked)
             if edited := [p for p in unit.params if p.param._version != p.version]:
                 raise ParameterChangedError(
                     f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
@@ -104,7 +103,6 @@ class Edits:
         here = [unit for unit in self._tiers.units if unit.on_device]
         if looked is None:
             looked = self.look()
-        looked = {p for unit in here if not unit.look for p in unit.params if p in looked}
         return [p for unit in here for p in unit.params if p in looked or p.param._version != p.version]
 
     @deferred
@@ -137,10 +135,9 @@ class Edits:
     @deferred
     def check_unseen(self, *, unwraps: bool = False) -> set[ShardedParam]:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
-        master, without the edit. Where it is not placed on the device, edits that torch does not count are
-        found only with ``Config(check_edits=True)``. Or if a copy was that a state dict gave out. `unwraps`:
-        data of another shape, as of a resized layer, is no edit: the cure for it is to unwrap the model.
-        Return what `look` finds."""
+        master, without the edit. Where it is not placed on the device, an edit that torch does not count
+        is not found. Or if a copy was edited that a state dict gave out. `unwraps`: data of another shape, as
+        of a resized layer, is no edit: the cure for it is to unwrap the model. Return what `look` finds."""
         self.given.check()
         for unit in self._tiers.units:
             if not unit.on_device:
@@ -151,8 +148,8 @@ class Edits:
                     sharded.check(unit.storage)
         looked = self.look()
         for unit in self._tiers.units:
-            if unit.on_device:
-                unit.check_looked(looked, newer=self._tiers.publisher.is_newer(unit))
+            if unit.on_device and self._tiers.publisher.is_newer(unit):
+                unit.check_replaced(looked)
         return looked
 
     @deferred
@@ -302,7 +299,6 @@ def _sums(unit: ParamUnit) -> list[int]:
 
 def _edited(unit: ParamUnit) -> set[int]:
     """Return which parameters were edited: those whose version tells, and on the device those whose values
-    do, unless that is an error ([Note: edits])."""
+    do ([Note: edits])."""
     counted = {p.index for p in unit.params if p.param._version != p.version}
-    takes_all = unit.on_device and not unit.look
-    return counted | {p.index for p in unit.edited()} if takes_all else counted
+    return counted | {p.index for p in unit.edited()} if unit.on_device else counted

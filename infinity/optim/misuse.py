@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.core.errors import (
-    DivergenceError,
     ParameterChangedError,
     ParameterError,
     PrecisionError,
@@ -28,8 +27,8 @@ from infinity.params.instead import cure_of_pickling
 from infinity.params.param import ReleasedParameter, any_sharded, sharded_of
 
 _CURE = (
-    "use the optimizer that `wrap` returned, `model, optimizer = infinity.wrap(model, optimizer, config)`; a "
-    "Trainer takes it with optimizers=(optimizer, scheduler)"
+    "use the optimizer that `wrap` returned, `model, optimizer = infinity.wrap(model, optimizer, config)`; "
+    "train with `offloaded(Trainer)` of infinity.integrations.transformers in place of a Trainer"
 )
 #: What to do in place of a copy of a wrapped object, and of a pickle of it.
 _COPIED = (
@@ -103,26 +102,6 @@ def refuse_copies(name: str, *_: Any) -> NoReturn:
     )
 
 
-#: Functions of transformers.Trainer that it calls on one rank of all, or of a node.
-_OF_ONE_RANK = ("_save", "_save_optimizer_and_scheduler")
-
-
-def refuse_alone(what: str) -> None:
-    """Raise `DivergenceError` if transformers.Trainer asks one rank alone for what needs all ranks: that
-    rank would wait for the others, which go on to the next step."""
-    for frame in frames():
-        name = frame.f_code.co_name
-        if name in _OF_ONE_RANK and frame.f_globals.get("__name__") == "transformers.trainer":
-            raise DivergenceError(
-                f"transformers.Trainer asks for the {what} on one rank only",
-                expected="with several ranks, calls for state dicts on all ranks: each rank has a part of "
-                "them",
-                found=f"Trainer.{name}, which other ranks do not call",
-                cure='TrainingArguments(save_strategy="no"), and a TrainerCallback whose on_step_end calls '
-                "infinity.save(optimizer, directory) on all ranks (docs/ranks.md has the full example)",
-            )
-
-
 def not_for_training(found: str) -> ParameterError:
     """Return the error of what would train a model of `infinity.inference`, or edit it."""
     return ParameterError(
@@ -179,8 +158,8 @@ class _Trap:
             "DistributedDataParallel does not support a wrapped model",
             expected="the model itself: the engine reduces the gradients of several ranks",
             found="DistributedDataParallel(model)",
-            cure="train the model that `wrap` returned as it is; with accelerate or a Trainer call `wrap` on "
-            "every rank, before you pass the model to them",
+            cure="train the model that `wrap` returned as it is; with accelerate call `wrap` on every rank, "
+            "before `prepare`",
         )
 
 
@@ -197,7 +176,7 @@ class Prepared:
                 expected='mixed_precision="no": the engine casts, and not torch.autocast',
                 found=f"mixed_precision={mixed!r}",
                 cure=f'set the compute dtype with Config(dtype="{wanted}"); turn mixed precision off in '
-                "accelerate or in the Trainer",
+                "accelerate",
             )
         return True
 

@@ -31,7 +31,7 @@ from infinity.params.param import ShardedParam
 
 from .behind import Behind, Parts
 from .loading import OURS, NoState, counts_of, hooked, match
-from .misuse import Prepared, is_between_steps, is_guard, refuse_alone, refuse_copies
+from .misuse import Prepared, is_between_steps, is_guard, refuse_copies
 from .rules import Rule
 from .state_io import bump
 from .update import ParamUpdate, chunk_updates
@@ -39,6 +39,10 @@ from .whole import agree_on_broadcast, agree_on_step, agree_on_values
 
 #: Seconds that an interrupt is held back until the step that it comes into has begun its update.
 _HOLD: Final = 1.0
+#: With ``update="delayed"``: first updates that are made without delay.
+DELAY_WARMUP_STEPS: Final = 40
+#: fp16: steps without overflow after which the loss scale doubles.
+LOSS_SCALE_WINDOW: Final = 2000
 #: What of a state dict changes the copies.
 _COPIED: Final = ("master", "front")
 
@@ -78,6 +82,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     It keeps the param group dicts of the optimizer that was wrapped, so schedulers work whether you create
     them before or after `wrap`.
+
+    Attributes:
+        delayed_from: with ``update="delayed"``: the number of first updates that are made without delay.
     """
 
     is_offloaded: Final = True  # tells it from other optimizers over the same parameters
@@ -115,6 +122,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._fp16 = config.compute_dtype is torch.float16
         self._skips = self._fp16 or config.skip_nonfinite  # steps whose gradients are not finite
         self._good_steps = 0
+        self._scale_window = LOSS_SCALE_WINDOW
+        self.delayed_from = DELAY_WARMUP_STEPS
         self._scaled = False
         self._seams = seams
         self.behind = Behind(self, parts) if config.update == "backward" else None
@@ -306,7 +315,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps += 1
         if self._fp16:
             self._good_steps += 1
-            if self._good_steps >= self._config.loss_scale_window:
+            if self._good_steps >= self._scale_window:
                 self._good_steps = 0
                 self._gradients.rescale(min(self._gradients.scale * 2, 2.0**24))
 
@@ -330,7 +339,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def delaying(self) -> bool:
         """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
-        return self._config.update == "delayed" and self._steps >= self._config.delay_warmup_steps
+        return self._config.update == "delayed" and self._steps >= self.delayed_from
 
     @deferred
     def flush(self) -> None:
@@ -495,8 +504,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             return self._make_state_dict()
 
     def _make_state_dict(self) -> dict[str, Any]:
-        if self._comm.world > 1 and not all(u.layout.whole for u in self._residency.units):
-            refuse_alone("state dict of the optimizer")
         self._seams.finish()
         # What reads a distributed checkpoint reads what such a state dict names, and nothing else: one of an
         # optimizer that has made no step names all that a later one has.

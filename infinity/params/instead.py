@@ -55,8 +55,7 @@ _LIBRARIES: Final = (
     _Library(
         r"trl\.",
         "__init__",
-        "build the trainer with the plain model, and then `wrap` the trainer's model; or build "
-        "`offloaded(…)` of the trainer's class, which does this by itself",
+        "build `offloaded(…)` of the trainer's class with the plain model: it wraps the model by itself",
     ),
     _Library(
         r"trl\.trainer\.callbacks",

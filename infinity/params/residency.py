@@ -409,7 +409,7 @@ class Residency:
             )
         if unit.on_device:
             self._resume(unit)
-            unit.check_edited(newer=True)
+            unit.check_replaced()
             self._publisher.swap(unit)
             unit.looked()
         else:

@@ -85,8 +85,8 @@ class ParamUnit(UnitMemory):
     Args:
         placed: this rank's shard is placed on the device.
         stage: of ZeRO, for the ranks of `comm`; 0 where each has the whole unit, as one rank has.
-        look: an edit that torch does not count is an error.
-        watched: the parameters, by index, of which such edits are noticed, by a checksum of their values.
+        watched: the parameters, by index, of which the engine notices edits that torch does not count, by a
+            checksum of their values.
         trains: whether there is an optimizer.
 
     Attributes:
@@ -104,7 +104,6 @@ class ParamUnit(UnitMemory):
         *,
         placed: bool,
         stage: int,
-        look: bool,
         watched: Collection[int],
         trains: bool,
     ) -> None:
@@ -126,7 +125,6 @@ class ParamUnit(UnitMemory):
         self._gather = Gather(layout.name, comm, device)
         self._arriving: Callable[[], None] | None = None
         self._warned = False
-        self.look = look
         self._watched = frozenset(watched)
         self._trains = trains
         #: of parameters, by index; None while the engine changes the values
@@ -355,28 +353,21 @@ class ParamUnit(UnitMemory):
     def _unseen(self) -> list[ShardedParam]:
         return unseen([self])
 
-    def check_edited(self, *, newer: bool = False) -> None:
-        """Raise `ParameterChangedError` for what `edited` finds, unless it is in use and looked at later, or
-        placed here: then the next update takes it over, but with `look`, or where a newer version is about to
-        replace it, `newer`. The edits of a unit that is not placed here are gone then."""
-        if not self.on_device:
-            if self.state in IDLE_STATES and self.edited():
-                self.invalidate()
-            return
-        if self.look or newer:
-            self.check_looked(self._unseen(), newer=newer)
+    def check_edited(self) -> None:
+        """Raise `ParameterChangedError` for what `edited` finds, unless the unit is in use and looked at
+        later, or placed here: then the next update takes it over. The edits are gone then."""
+        if not self.on_device and self.state in IDLE_STATES and self.edited():
+            self.invalidate()
 
-    def check_looked(self, looked: Collection[ShardedParam], *, newer: bool = False) -> None:
-        """`check_edited` of a unit that is placed here, after a look at its values: `looked` are the
-        parameters with other values than they were made."""
-        if self.writers or not (self.look or newer):
+    def check_replaced(self, looked: Collection[ShardedParam] | None = None) -> None:
+        """Raise `ParameterChangedError` if a parameter of this unit, which is placed here, was edited where
+        torch does not count it: a newer version is about to replace its values. `looked`: the parameters with
+        other values than they were made; None: they are looked for."""
+        if self.writers:
             return
-        cure = "edit inside such a block; to keep this edit, enter one with the parameter and leave it"
-        if newer:
-            cure = "call `infinity.flush`, which drops the edit, then edit inside such a block"
-        for sharded in self.params:
-            counted = sharded.current_version != sharded.version or not sharded.in_place(self.storage)
-            if sharded in looked and not counted:
+        for sharded in self._unseen() if looked is None else [p for p in self.params if p in looked]:
+            if sharded.current_version == sharded.version and sharded.in_place(self.storage):
+                cure = "call `infinity.flush`, which drops the edit, then edit inside such a block"
                 raise _edit_of(sharded, "where torch does not count it", cure)
 
     def wait_loaded(self) -> None:
@@ -384,8 +375,6 @@ class ParamUnit(UnitMemory):
         what went wrong. The load is not late."""
         if self._load is not None:
             self._device.wait_on_device(self._load.wait_issued())  # reshard asks again
-        if self._sums is None and self._comm.world == 1:
-            self.looked()
         if self.state is UnitState.LOADING:
             self.state = UnitState.LOADED
 

@@ -142,7 +142,7 @@ def cure(
     budgets = complete({}, judge)
     if budgets:
         found.append(speak(budgets))
-    changes = [*_fewer_activations(judge({})), *(c for c in changes if c)]
+    changes = [c for c in changes if c]
     here = [c for c in changes if DIRECTORY not in c.get("nvme", ())]
     elsewhere = [c for c in changes if DIRECTORY in c.get("nvme", ())]
     first = _first(here, judge, budgets_too=not budgets)
@@ -155,15 +155,6 @@ def cure(
     if not found and (last := _first(list(others), judge, budgets_too=True)) is not None:
         found.append(f"{speak(last)} (DIR with {room(room_needed(last))} free)")
     return ", or ".join(found) if found else _hopeless(changes, judge, speak)
-
-
-def _fewer_activations(plan: Plan | None) -> Iterator[Change]:
-    """Yield the `activation_memory` that host memory leaves, where one that was named is too much."""
-    for problem in plan.problems if plan is not None else ():
-        if plan is not None and problem.tier is Tier.HOST and problem.needed == plan.least.host:
-            left = plan.footprint.activation_nbytes - (problem.needed - problem.available)
-            if left >= MiB:
-                yield {"activation_memory": f"{left // MiB}MiB"}
 
 
 def _first(changes: list[Change], judge: Judge, *, budgets_too: bool) -> Change | None:

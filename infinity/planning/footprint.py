@@ -12,7 +12,7 @@ there plus three *quotas* of the pool:
   pieces of the matrices that the ranks update at the same time ([Note: rounds]);
 
 and, with ``activations="host"``, a heap for the inputs of checkpointed layers. Only the first forward shows
-their size, so the heap is a setting, or a share of the remaining memory.
+their size, so the heap is a share of the remaining memory.
 
 A pipeline takes one lease per chunk (the gradients' pipeline two) and a quota serves one pipeline, so no
 pipeline can starve another. Device memory is the state placed there, the units that are needed at once, and
@@ -27,16 +27,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, ceil_to, format_size
+from infinity.core.sizes import ALIGNMENT, GiB, KiB, MiB, Tier, format_size
 
 from .matrices import lease_nbytes, room_of, work_of
 from .partition import Chunk, ParamSpec, UnitLayout
 from .parts import PURPOSES, ChunkParts, Moved, update_nbytes
 from .placement import spread_over_directories
 
+#: Chunks in the pipeline of an update at once: one is read, one updated, one written.
+UPDATE_DEPTH: Final = 3
+#: Bytes into which the engine reads state while a backward runs, as far as the budget leaves room.
+READ_AHEAD: Final = GiB
+#: Bytes of units that are loaded ahead, at most: whatever fits.
+AHEAD_MOST: Final = 1 << 62
 #: What the load quota aims at; more hides no more of a drive's latency.
 _LOAD_TARGET = 64 * MiB
 #: Leases of each quota that a run cannot do without.
@@ -44,9 +51,9 @@ LEAST_BUFFERS = {"load": 1, "update": 1, "gradient": 2, "matrix": 1}
 _GRADIENT_BUFFERS = 4
 #: Larger chunks are taken where their least leases are no more than this share of the free host memory.
 _LEASES_SHARE = 16
-#: What activations get where nothing is said: at most this, so that a large machine starts quickly
-#: (pinned memory is taken at once), and no more than this share of what the least leases leave.
-_ACTIVATIONS_MOST = 16 * GiB
+#: What activations get: at most this, so that a large machine starts quickly (pinned memory is taken at
+#: once), and no more than this share of what the least leases leave.
+ACTIVATIONS_MOST: Final = 16 * GiB
 _ACTIVATIONS_SHARE = 4
 #: Smaller inputs stay on the device: a copy would cost more than their memory is worth.
 SMALLEST = 64 * KiB
@@ -141,19 +148,17 @@ class Demand:
     matrix: tuple[str, int] = ("", 0)
     flops: int = 0
 
-    def least_budget(self, config: Config) -> Budget:
+    def least_budget(self) -> Budget:
         """Return the smallest budgets with which the run can begin; neither depends on the other."""
         return Budget(
             device=sum(self._on_device().values()),
-            host=sum(self.placed[Tier.HOST].values())
-            + sum(q.nbytes for q in self.least.values())
-            + ceil_to(int(config.activation_memory or 0), ALIGNMENT),
+            host=sum(self.placed[Tier.HOST].values()) + sum(q.nbytes for q in self.least.values()),
         )
 
-    def leaves_room(self, config: Config, budget: Budget) -> bool:
+    def leaves_room(self, budget: Budget) -> bool:
         """Return whether the run can begin within `budget`, and its leases are small beside what that leaves:
         what else takes host memory (activations, state dicts, state that is read ahead) misses nothing."""
-        least, leases = self.least_budget(config), sum(q.nbytes for q in self.least.values())
+        least, leases = self.least_budget(), sum(q.nbytes for q in self.least.values())
         left = budget.host - (least.host - leases)
         return least.device <= budget.device and leases * _LEASES_SHARE <= left
 
@@ -165,10 +170,10 @@ class Demand:
         }
         return {**self.placed[Tier.DEVICE], **{k: v for k, v in more.items() if v}}
 
-    def check(self, config: Config, budget: Budget) -> None:
+    def check(self, budget: Budget) -> None:
         """Raise `BudgetError` if the run cannot begin within `budget`: it names the bytes needed and had,
         and every budget that is too small as it must be."""
-        least = self.least_budget(config)
+        least = self.least_budget()
         short = [t for t in (Tier.HOST, Tier.DEVICE) if getattr(least, t) > getattr(budget, t)]
         if not short:
             return
@@ -176,8 +181,6 @@ class Demand:
         if short[0] is Tier.HOST:
             parts = dict(self.placed[Tier.HOST])
             parts.update({f"{k} leases": q.nbytes for k, q in self.least.items() if q.nbytes})
-            if config.activation_memory:
-                parts["activations"] = int(config.activation_memory)
         else:
             parts = self._on_device()
         named = ", ".join(f"{k} {format_size(v)}" for k, v in parts.items())
@@ -294,7 +297,7 @@ def demand(
         },
         most={
             "load": min(chunks_on_nvme, max(2, _LOAD_TARGET // load_buffer)) if load_buffer else 0,
-            "update": _update_buffers(config, update_buffer, trainable_chunks),
+            "update": _update_buffers(update_buffer, trainable_chunks),
             "gradient": _GRADIENT_BUFFERS if gradient_buffer else 0,
             "matrix": LEAST_BUFFERS["matrix"] if matrix_buffer else 0,
         },
@@ -374,12 +377,12 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
     Raises:
         BudgetError: see `Demand.check`.
     """
-    wanted.check(config, budget)
-    room = budget.host - wanted.least_budget(config).host
+    wanted.check(budget)
+    room = budget.host - wanted.least_budget().host
     host = dict(wanted.placed[Tier.HOST])
-    activations = ceil_to(int(config.activation_memory or 0), ALIGNMENT)
-    if config.activations == "host" and config.activation_memory is None:
-        activations = min(_ACTIVATIONS_MOST, room // _ACTIVATIONS_SHARE) // ALIGNMENT * ALIGNMENT
+    activations = 0
+    if config.activations == "host":
+        activations = min(ACTIVATIONS_MOST, room // _ACTIVATIONS_SHARE) // ALIGNMENT * ALIGNMENT
         room -= activations
     if activations:
         host["activations"] = activations
@@ -390,11 +393,9 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
 
     device = wanted._on_device()
     left = budget.device - sum(device.values())
-    if staged and config.device_memory is None and config.prefetch_memory is None:
+    if staged and config.device_memory is None:
         left //= 2  # activations come on top, and there is no more than this budget
-    prefetch = min(left, max(0, wanted.away - wanted.working))
-    if config.prefetch_memory is not None:
-        prefetch = min(prefetch, int(config.prefetch_memory))
+    prefetch = min(left, max(0, wanted.away - wanted.working), AHEAD_MOST)
     if prefetch:
         device["units loaded ahead"] = prefetch
     return Footprint(
@@ -411,11 +412,11 @@ def within(wanted: Demand, config: Config, budget: Budget, *, staged: bool) -> F
     )
 
 
-def _update_buffers(config: Config, buffer: int, chunks: int) -> int:
+def _update_buffers(buffer: int, chunks: int) -> int:
     """Leases of the update: those of its pipeline, and those that state is read ahead into."""
     if not buffer:
         return 0
-    return min(chunks, max(config.update_depth, int(config.read_ahead_memory) // buffer))
+    return min(chunks, max(UPDATE_DEPTH, READ_AHEAD // buffer))
 
 
 def _grow(least: Mapping[str, Quota], most: Mapping[str, int], room: int) -> dict[str, Quota]:

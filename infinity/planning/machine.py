@@ -20,8 +20,8 @@ from .footprint import Budget
 
 #: Parameters of fewer bytes stay in memory: a mapping costs a page and one of the kernel's 65,530.
 LEAST_SCRATCH: Final = 4096
-#: What stands beside an arena: its own page, our folder, the file system's notes of both, and the file on
-#: which a backend is tried (infinity/hardware/aio_probe.py).
+#: What stands beside an arena: the file system's notes of it, and the file on which a backend is tried
+#: (infinity/hardware/aio_probe.py).
 BESIDE: Final = 256 * KiB
 
 

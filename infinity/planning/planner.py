@@ -165,7 +165,6 @@ class Planner:
         """Return what a run of `config` takes with chunks of `size`, whatever its budgets are."""
         placed = tuple(tuple(config.placements[kind].items()) for kind in KINDS)
         weights = machine.weights if len(machine.drives) > 1 else ()
-        depths = config.update_depth, config.read_ahead_memory
         stage = config.zero_stage
         cut = size, machine.ranks, stage == 0, alignment_of(config)
         key = (
@@ -175,7 +174,6 @@ class Planner:
             config.update,
             machine.staged,
             weights,
-            depths,
             stage,
         )
         if key not in self._demands:
@@ -222,10 +220,10 @@ class Planner:
         budget = machine.budget(config)
         *larger, least_size = config.chunk_sizes(staged=machine.staged)
         demands = (self.demand(config, machine, size) for size in larger)
-        wanted = next((each for each in demands if each.leaves_room(config, budget)), None)
+        wanted = next((each for each in demands if each.leaves_room(budget)), None)
         if wanted is None:
             wanted = self.demand(config, machine, least_size)
-        needs = wanted.least_budget(config)
+        needs = wanted.least_budget()
         here, sharing = budget.host_ranks, budget.device_ranks
         least = Budget(needs.device * sharing, needs.host * here)
         problems = [

@@ -5,12 +5,6 @@ of its own (with a random word), and puts the index in place last, by a rename, 
 byte would survive a power failure. So a directory has the earlier checkpoint or the new one, and never a
 part of either. A save that was killed leaves files that no index names.
 
-[Note: one checkpoint on several file systems] If ranks share no file system, each file system has the same
-directory and the same index, and the files that its own ranks have written. First all ranks write all files,
-and their indexes under another name. Then the first rank's index is put in place, and then the others. So if
-a save ends in between, the checkpoint is complete where the first rank is, and prepared on all others: a
-`load` completes it there. Older checkpoints are removed only when the new one is complete everywhere.
-
 [Note: whose a file is] During a save its directory has a mark, an empty file whose name has the
 save's word. The engine removes only files with the word of a mark, and files that one of its indexes named.
 """
@@ -19,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import os
 import re
@@ -28,14 +21,14 @@ import stat
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from infinity.core.errors import CorruptionError, DirectoryError
 from infinity.core.sizes import format_size
 from infinity.hardware.aio import crc32c
 from infinity.hardware.descriptor import Descriptor
 
-from .folder import failed, lock_directory, pwrite, sync, unlock
+from .folder import failed, kind_of, lock_directory, pwrite, sync, unlock
 
 INDEX: Final = "index.json"
 #: What makes a checkpoint of what has these names.
@@ -44,14 +37,11 @@ _OF_OTHERS: Final = {
     "`infinity import-dcp` makes one of a checkpoint of FSDP2": {".metadata", "pytorch_model_fsdp_0"},
 }
 FORMAT: Final = 1
-#: Of those on several file systems.
-FORMAT_APART: Final = 2
 _INDEX_LIMIT: Final = 1 << 30
 _LOOKS: Final = 100
 _STEP: Final = re.compile(r"step-(\d{1,15})")
 _ASIDE: Final = "damaged-"
 _NAME: Final = re.compile(rf"(?:{_ASIDE})*{_STEP.pattern}")
-_File: TypeAlias = str | list[str]  # the name of one, or those of each file system
 _FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
 _MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
 _AGAIN: Final = "copy this checkpoint again from its source"
@@ -66,22 +56,10 @@ class Found(NamedTuple):
     counter: int
     content: dict[str, Any]
 
-    def files(self, stem: str) -> list[str]:
-        """Return the paths of the files `stem`: none, one, or one of each file system."""
-        return [os.path.join(self.path, name) for name in _names(self.content["files"].get(stem, []))]
-
     def file(self, stem: str) -> str | None:
-        """Return the path of the file `stem`; where each file system has the same, of one that is here."""
-        paths = self.files(stem)
-        return next((path for path in paths if os.path.lexists(path)), paths[0] if paths else None)
-
-
-def _names(files: _File) -> list[str]:
-    return [files] if isinstance(files, str) else files
-
-
-def _names_in(content: dict[str, Any]) -> set[str]:
-    return {name for files in content["files"].values() for name in _names(files)}
+        """Return the path of the file `stem`; None: there is none."""
+        name = self.content["files"].get(stem)
+        return None if name is None else os.path.join(self.path, name)
 
 
 def find(path: str) -> Found:
@@ -95,7 +73,7 @@ def find(path: str) -> Found:
         try:
             return _read(path)
         except CorruptionError as error:
-            error.cure = _instead(path)
+            error.cure = instead(path) if error.cure == _AGAIN else error.cure
             raise
     found = list_checkpoints(path)
     if not found:
@@ -107,7 +85,15 @@ def find(path: str) -> Found:
             found=f"{', '.join(there[:8]) or 'nothing'}" if os.path.isdir(path) else "no directory",
             cure="name the directory that you passed to `infinity.save`; an incomplete directory of a run "
             "that was killed is not a checkpoint"
-            + "".join(f"; {cure}" for cure, names in _OF_OTHERS.items() if not names.isdisjoint(there)),
+            + "".join(f"; {cure}" for cure, names in _OF_OTHERS.items() if not names.isdisjoint(there))
+            + "".join(f"; copy {INDEX} of {lost} again from its source" for lost in _without_index(path)),
+        )
+    for lost in _without_index(path):
+        warnings.warn(
+            f"{lost} has lost its {INDEX} and is not a checkpoint any more: the newest is {found[-1].path}. "
+            f"To use {lost}, copy its {INDEX} again from its source",
+            RuntimeWarning,
+            stacklevel=2,
         )
     return found[-1]
 
@@ -129,30 +115,10 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
         if _indexes(root, damaged=damaged) == seen:
             break
     if damaged and wrong is not None:
-        if isinstance(wrong, CorruptionError):
-            wrong.cure = _instead(os.path.dirname(str(wrong.path)))
+        if isinstance(wrong, CorruptionError) and wrong.cure == _AGAIN:
+            wrong.cure = instead(os.path.dirname(str(wrong.path)))
         raise wrong
     return sorted(found, key=lambda f: f.counter)
-
-
-def finish(path: str, counter: int) -> None:
-    """Complete the checkpoint at `path` with this counter, if it is prepared:
-    [Note: one checkpoint on several file systems].
-
-    Raises:
-        DirectoryError: it cannot be put in place.
-    """
-    for name in filter(_TEMPORARY.fullmatch, _listing(path)):
-        try:
-            if _read(path, name).counter == counter:
-                os.rename(os.path.join(path, name), os.path.join(path, INDEX))
-                sync(path)
-                sync(os.path.dirname(path))
-        except CorruptionError:
-            continue
-        except OSError as error:
-            if error.errno != errno.ENOENT:  # or another rank of this node has just done it
-                raise failed("write", path, error) from error
 
 
 def check_root(path: str) -> None:
@@ -167,10 +133,17 @@ def check_root(path: str) -> None:
         )
 
 
-def is_in(name: str, path: str) -> bool:
-    """Return whether a directory has `name`; it is listed for that, as some file systems know only then what
-    others have just made there."""
-    return name in _listing(path)
+def check_shared(path: str, rank: int) -> None:
+    """Raise `DirectoryError` unless this rank sees a file that the first rank sees."""
+    folder, name = os.path.split(path)
+    if name not in _listing(folder):  # some file systems know only then what others have just made there
+        raise DirectoryError(
+            f"{folder} is not one directory for all ranks",
+            path=path,
+            expected="a directory on a file system that all nodes share",
+            found=f"rank {rank} does not see what rank 0 sees there",
+            cure="name a directory that all nodes share",
+        )
 
 
 def is_checkpoint(path: str) -> bool:
@@ -190,16 +163,24 @@ def aside(root: str, path: str) -> tuple[str, str] | None:
     return os.path.join(root, name), os.path.join(root, free)
 
 
-def _instead(path: str) -> str:
-    """Return what to do about a checkpoint whose index cannot be used."""
+def instead(path: str) -> str:
+    """Return what to do about the checkpoint at `path`, which is damaged."""
     path = os.path.abspath(path)
-    others = []
+    others: list[Found] = []
     with contextlib.suppress(DirectoryError):
-        others = list_checkpoints(os.path.dirname(path), damaged=False)
+        others = [f for f in list_checkpoints(os.path.dirname(path), damaged=False) if _is_complete(f)]
+    counter = next((f.counter for f in others if f.path == path), None)
+    others = [f for f in others if f.path != path]
+    others = [f for f in others if counter is None or f.counter < counter] or others
     if others:
         newest = others[-1]
         return f"{_AGAIN}; or load {newest.path}, of {newest.step} steps of the optimizer"
     return f"{_AGAIN}; there is no other whole checkpoint in {os.path.dirname(path)}: else begin a new run"
+
+
+def _is_complete(found: Found) -> bool:
+    """Return whether a checkpoint has all files that its index names."""
+    return all(os.path.isfile(os.path.join(found.path, name)) for name in found.content["files"].values())
 
 
 def _has_index(path: str) -> bool:
@@ -210,6 +191,17 @@ def _has_index(path: str) -> bool:
     except OSError as error:  # it may be the newest: to go on from another would lose steps
         raise failed("look into", path, error) from error
     return True
+
+
+def _without_index(root: str) -> list[str]:
+    """Return the checkpoints below `root` that have lost their index. One whose save is under way, or was
+    killed, has a mark."""
+    lost = []
+    for path in (os.path.join(root, name) for name in _listing(root) if _STEP.fullmatch(name)):
+        names = [] if _has_index(path) else _listing(path)
+        if any(map(_FILE.fullmatch, names)) and not any(map(_MARK.fullmatch, names)):
+            lost.append(path)
+    return lost
 
 
 def _indexes(root: str, *, damaged: bool) -> dict[str, tuple[int, int]]:
@@ -240,25 +232,27 @@ def _listing(path: str) -> list[str]:
         raise failed("list", path, error) from error
 
 
-def _read(path: str, index_name: str = INDEX) -> Found:
+def _read(path: str) -> Found:
     """Read and check an index."""
-    name = os.path.join(path, index_name)
+    name = os.path.join(path, INDEX)
 
-    def wrong(expected: str, found: object) -> CorruptionError:
+    def wrong(expected: str, found: object, cure: str = _AGAIN) -> CorruptionError:
         return CorruptionError(
             f"{name} is not a readable index of a checkpoint",
             path=name,
             expected=expected,
             found=found,
-            cure=_AGAIN,
+            cure=cure,
         )
 
     try:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _INDEX_LIMIT:
-                raise wrong(f"a file of at most {format_size(_INDEX_LIMIT)}", f"{status.st_size} bytes")
+            if not stat.S_ISREG(status.st_mode):
+                raise wrong("a file", kind_of(status.st_mode))
+            if status.st_size > _INDEX_LIMIT:
+                raise wrong(f"at most {format_size(_INDEX_LIMIT)}", f"{status.st_size} bytes")
             with open(fd, "rb", closefd=False) as file:
                 text = file.read(status.st_size)
         finally:
@@ -267,27 +261,31 @@ def _read(path: str, index_name: str = INDEX) -> Found:
         if isinstance(error, CorruptionError):
             raise
         raise failed("read", name, error) from error
-    outer: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        outer = json.loads(text)
+    try:
+        outer: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        found = f"{len(text)} bytes that are not JSON: {error}" if text else "an empty file"
+        raise wrong("JSON with crc32c and index", found) from error
     if not isinstance(outer, dict) or not isinstance(outer.get("index"), dict) or len(outer) != 2:
-        raise wrong("JSON with crc32c and index", "something else")
-    found = _crc(_dump(outer["index"]))
-    if outer.get("crc32c") != found:
-        raise wrong(f"CRC-32C {outer.get('crc32c')}", found)
+        raise wrong("JSON with crc32c and index", f"other JSON: {outer!r:.200}")
+    crc = _crc(_dump(outer["index"]))
+    if outer.get("crc32c") != crc:
+        raise wrong(f"CRC-32C {outer.get('crc32c')}", crc)
     index = outer["index"]
-    if index.get("format") not in (FORMAT, FORMAT_APART):
+    if index.get("format") != FORMAT:
+        version = index.get("infinity")
         raise wrong(
-            f"format {FORMAT} or {FORMAT_APART}",
-            f"format {index.get('format')!r}, of infinity {index.get('infinity')!r}",
+            f"format {FORMAT}",
+            f"format {index.get('format')!r}, of infinity {version!r}",
+            f"load it with the infinity that saved it, {version!r}",
         )
     numbers = all(type(index.get(key)) is int for key in ("step", "counter"))
     if not numbers or not isinstance(index.get("files"), dict):
-        raise wrong("a step, a counter and files", "something else")
-    for files in index["files"].values():
-        names = [files] if index["format"] == FORMAT else files
-        if not isinstance(names, list) or not all(isinstance(n, str) and _FILE.fullmatch(n) for n in names):
-            raise wrong("names of files of its own", repr(files))
+        lacking = {key: index.get(key) for key in ("step", "counter", "files")}
+        raise wrong("a step, a counter and files", f"{lacking!r:.200}")
+    for file in index["files"].values():
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise wrong("names of files of its own", repr(file))
     return Found(path, index["step"], index["counter"], index)
 
 
@@ -305,7 +303,6 @@ class Save:
 
     Attributes:
         mark: a unique name, which is in `path` during the save.
-        counter: higher than the counter of every checkpoint in the root.
     """
 
     def __init__(self, root: str, step: int) -> None:
@@ -313,7 +310,7 @@ class Save:
         self.step = step
         self.path = os.path.join(root, f"step-{step}")
         self._word = secrets.token_hex(4)
-        self.counter = 0
+        self._counter = 0
         self.mark = f"incomplete-{self._word}"
         self._temporary = os.path.join(self.path, f"index-{self._word}.tmp")
         self._stays = False  # all of it, whatever comes
@@ -333,7 +330,7 @@ class Save:
             self._clear()
             # Of the clock, so that a checkpoint of another root counts as what it is; but never back.
             last = max((f.counter for f in list_checkpoints(self.root, damaged=False)), default=0)
-            self.counter = max(last + 1, time.time_ns() // 1_000_000)
+            self._counter = max(last + 1, time.time_ns() // 1_000_000)
             os.makedirs(self.path, exist_ok=True)
             _mark(self.path, {self._word, *_words_at(self.path)})
             sync(self.path)
@@ -349,19 +346,19 @@ class Save:
         """Return the path of a file of this checkpoint."""
         return os.path.join(self.path, f"{stem}-{self._word}.safetensors")
 
-    def index(self, files: Mapping[str, _File], counter: int, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `prepare` writes. `files`: their names, by stem; of each file system, if there are
-        several."""
-        version = FORMAT if all(isinstance(names, str) for names in files.values()) else FORMAT_APART
-        return {**content, "format": version, "step": self.step, "counter": counter, "files": {**files}}
+    def commit(self, content: Mapping[str, Any], files: Mapping[str, str]) -> None:
+        """Write the index beside its place, and put it there: the checkpoint is whole then. Every file of it
+        is complete, and synced.
 
-    def prepare(self, index: dict[str, Any]) -> None:
-        """Write the index, beside its place: every file of the checkpoint is complete, and synced.
+        Args:
+            content: what the index has beside what this adds.
+            files: their names, by stem.
 
         Raises:
-            DirectoryError: it cannot be written.
+            DirectoryError: the index cannot be put in place; the checkpoint from before, if any, stays.
         """
-        inner = _dump(index)
+        added = {"format": FORMAT, "step": self.step, "counter": self._counter, "files": {**files}}
+        inner = _dump({**content, **added})
         text = b'{"crc32c":"' + _crc(inner).encode() + b'","index":' + inner + b"}\n"
         try:
             sync(self.path)
@@ -372,20 +369,6 @@ class Save:
             finally:
                 os.close(fd)
             sync(self.path)
-        except OSError as error:
-            raise failed("write", self.path, error) from error
-
-    def stay(self) -> None:
-        """Remove nothing from now on: [Note: one checkpoint on several file systems]."""
-        self._stays = True
-
-    def commit(self) -> None:
-        """Make the checkpoint whole.
-
-        Raises:
-            DirectoryError: the index cannot be put in place; the checkpoint from before, if any, stays.
-        """
-        try:
             os.rename(self._temporary, os.path.join(self.path, INDEX))
             self._stays = True
             sync(self.path)
@@ -452,7 +435,7 @@ class Save:
             return
         whole = _has_index(path)
         try:
-            kept = _names_in(_read(path).content) if whole else set()
+            kept = set(_read(path).content["files"].values()) if whole else set()
         except CorruptionError:
             return  # nobody knows which files it names
         for name in names:
@@ -466,23 +449,12 @@ class Save:
                 os.rmdir(path)
 
 
-def warn_apart(path: str, count: int) -> None:
-    """Warn, once, that `path` is on `count` file systems."""
-    warnings.warn(
-        f"{path} is not one directory for all ranks, but {count} directories: the nodes share no file system "
-        "there. Each directory holds the part of a checkpoint that its ranks have; the same ranks load it "
-        "from there. For every other use, copy the files of all into one directory.",
-        RuntimeWarning,
-        stacklevel=1,
-    )
-
-
 def _words_at(path: str) -> set[str]:
     """Return the words of the files of the checkpoint at `path`; none, if there is none."""
     if not _has_index(path):
         return set()
     try:
-        names = _names_in(_read(path).content)
+        names = set(_read(path).content["files"].values())
     except CorruptionError:
         return set()
     return {m[1] for name in names if (m := _FILE.fullmatch(name))}

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from typing import Final
 
 from infinity.core.errors import DirectoryError
@@ -255,6 +256,17 @@ def unlock(opened: Descriptor | None) -> None:
         with contextlib.suppress(OSError):  # of a file system that has none
             fcntl.flock(opened.number, fcntl.LOCK_UN)
         opened.close()
+
+
+def kind_of(mode: int) -> str:
+    """Return what a file of this `st_mode` is, in words."""
+    kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def sync(path: str) -> None:

@@ -22,7 +22,6 @@ from .arena import Arena
 from .in_place import Files
 from .interrupt import LEAST, asked_apart, give_up_on_interrupt
 from .layout import DirectoryStats, Extent, Layout
-from .leftovers import reclaim
 from .memory import HostMemory, Pins
 from .order import Order
 from .pinned import Lease, PinnedPool
@@ -43,7 +42,6 @@ class Store:
             versions and no bytes.
         directories: for the parts on NVMe.
         pool: lends the leases; its memory is registered with the rings.
-        rank: number of this rank; each has its own arenas.
         weights: bandwidth of each directory in any unit; None: as `infinity tune` measured them, or
             equal where it has not.
         rings: how the ring of each directory works.
@@ -67,7 +65,6 @@ class Store:
         *,
         directories: Sequence[str],
         pool: PinnedPool,
-        rank: int = 0,
         weights: Sequence[float] | None = None,
         rings: RingSettings = USUAL,
         pins: Pins | None = None,
@@ -99,13 +96,11 @@ class Store:
         try:
             # Every directory is tried before anything large is taken.
             if any(self.layout.arena_nbytes):
-                reclaim(directories)
                 for directory, nbytes in zip(directories, self.layout.arena_nbytes, strict=True):
-                    self._arenas.append(Arena(directory, nbytes, rank=rank))
+                    self._arenas.append(Arena(directory, nbytes))
             for index, arena in enumerate(self._arenas):
-                folder = os.path.dirname(arena.path)
                 seed = None if rings.delay_seed is None else rings.delay_seed + index
-                ring = open_ring(f"nvme{index}", folder, rings._replace(delay_seed=seed))
+                ring = open_ring(f"nvme{index}", arena.directory, rings._replace(delay_seed=seed))
                 self._rings.append(ring)
                 ring.register_file(arena.file)
             if files is not None:
@@ -333,7 +328,7 @@ class Store:
         return len(self._order.pending())
 
     def close(self) -> None:
-        """Wait for all that is pending, end the rings and remove the arenas. A second call does
+        """Wait for all that is pending, end the rings and close the arenas. A second call does
         nothing.
 
         Raises:
@@ -458,4 +453,4 @@ class Store:
         if ring.stats().blocks_in_flight > 0:
             arena.close(in_flight=True)
         elif not asked_apart(arena.close, lambda: self.left() if self.given_up else None):
-            _log.warning("the drive of %s does not answer: the file may stay", arena.path)
+            _log.warning("the drive of %s does not answer: its space may stay taken", arena.directory)

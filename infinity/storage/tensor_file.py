@@ -5,39 +5,25 @@ a header; the header, JSON of {name: {"dtype", "shape", "data_offsets": [begin, 
 the bytes of the tensors, without holes. Nothing in such a file is code.
 
 Several ranks may write and read one file, each its own part of every tensor: [Note: one file of all ranks].
-Ranks that share no file system have several: [Note: files of parts].
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeAlias
 
 import torch
 
-from infinity.core.errors import CorruptionError, DirectoryError
+from infinity.core.errors import CorruptionError
 from infinity.hardware.aio import DirectFile, Ring
 
 from . import checksums
 from .checksums import RangeCrc, Sums, by_name, join
-from .folder import failed, pwrite
-from .tensor_header import Entry, Spec, entries_of
-from .tensor_layout import (
-    Parts,
-    Place,
-    end_of,
-    entries_for,
-    laid_out,
-    located,
-    not_the_file,
-    opened_to_read,
-    places_of,
-    whole,
-)
+from .folder import failed, kind_of, pwrite
+from .tensor_header import AGAIN, Entry, Spec, entries_of, laid_out
 from .under_way import UnderWay
 
 _BOUNCE: Final = 1 << 20  # bytes that go through memory of ours at once
@@ -46,26 +32,16 @@ _Pieces: TypeAlias = Mapping[str, Iterable[RangeCrc]]  # of one rank, by tensor
 
 
 class TensorFile:
-    """Tensors by name, in a file, or in several: [Note: files of parts]. Made by `create`, `join`, `open` or
-    `open_parts`.
+    """Tensors by name, in a file. Made by `create`, `join` or `open`.
 
     Attributes:
-        entries: the tensors. Their `begin` is of no use to others: `places`.
+        entries: the tensors, and where each is in the file.
     """
 
-    def __init__(
-        self,
-        files: Sequence[DirectFile],
-        ring: Ring,
-        entries: Mapping[str, Entry],
-        places: Mapping[str, Sequence[Place]],
-        absent: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, file: DirectFile, ring: Ring, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
-        self._files = files
+        self._file = file
         self._ring = ring
-        self._places = places
-        self._absent = absent  # the files of parts that are not here
         self._sums = Sums()
         self._expected: dict[str, Sequence[int]] = {}
 
@@ -76,19 +52,17 @@ class TensorFile:
         tensors: Mapping[str, Spec],
         ring: Ring,
         metadata: Mapping[str, str] | None = None,
-        parts: Parts | None = None,
     ) -> TensorFile:
-        """Make a file for `tensors`, or for `parts` of them, which `write` fills; there must be none of that
-        name.
+        """Make a file for `tensors`, which `write` fills; there must be none of that name.
 
         Raises:
             DirectoryError: it cannot be made; `errno` says why.
             StateDictError: it cannot have a tensor of such a dtype.
         """
-        text, within = laid_out(tensors, metadata, parts)
+        text, entries, nbytes = laid_out(tensors, metadata)
         file = DirectFile.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            os.ftruncate(file.plain_fd, end_of(text, within))
+            os.ftruncate(file.plain_fd, nbytes)
             pwrite(file.plain_fd, text, 0)
         except OSError as error:
             file.close()
@@ -96,7 +70,7 @@ class TensorFile:
         except BaseException:
             file.close()
             raise
-        return cls([file], ring, *located(file, tensors, within, parts))
+        return cls(file, ring, entries)
 
     @classmethod
     def join(
@@ -105,7 +79,6 @@ class TensorFile:
         tensors: Mapping[str, Spec],
         ring: Ring,
         metadata: Mapping[str, str] | None = None,
-        parts: Parts | None = None,
     ) -> TensorFile:
         """Open a file that another rank has made for the same `tensors`, to `write` a part of each.
 
@@ -117,19 +90,19 @@ class TensorFile:
             DirectoryError: it cannot be opened.
             CorruptionError: it is not the file that was made for them.
         """
-        text, within = laid_out(tensors, metadata, parts)
+        _, entries, nbytes = laid_out(tensors, metadata)
         file = DirectFile.open(path, os.O_WRONLY)
-        if file.size != end_of(text, within):
+        if file.size != nbytes:
             found = file.size
             file.close()
             raise CorruptionError(
                 f"{path} is not the file that another rank has created",
                 path=path,
-                expected=f"{end_of(text, within)} bytes",
+                expected=f"{nbytes} bytes",
                 found=f"{found} bytes",
                 cure="use a directory on a file system that shows each rank at once what the others write",
             )
-        return cls([file], ring, *located(file, tensors, within, parts))
+        return cls(file, ring, entries)
 
     @classmethod
     def open(cls, path: str, ring: Ring, expected: Mapping[str, Sequence[int]] | None = None) -> TensorFile:
@@ -142,36 +115,12 @@ class TensorFile:
         """
         file = opened_to_read(path)
         try:
-            entries = entries_of(path, file)
-            opened = cls([file], ring, entries, whole(file, entries))
+            opened = cls(file, ring, entries_of(path, file))
             if expected is not None:
                 opened._expect(expected)
         except BaseException:
             file.close()
             raise
-        return opened
-
-    @classmethod
-    def open_parts(
-        cls,
-        paths: Iterable[str],
-        tensors: Mapping[str, Spec],
-        ring: Ring,
-        expected: Mapping[str, Sequence[int]],
-    ) -> TensorFile:
-        """Open those of the files of parts of `tensors` that are here, to read them: [Note: files of parts].
-
-        Raises:
-            DirectoryError: one cannot be opened.
-            CorruptionError: see `open`; or the parts are not of these tensors.
-        """
-        absent = [path for path in paths if not os.path.lexists(path)]
-        with contextlib.ExitStack() as stack:
-            files = [opened_to_read(path, stack) for path in paths if path not in absent]
-            places = places_of(files, tensors)
-            opened = cls(files, ring, entries_for(tensors), places, absent)
-            opened._expect(expected)
-            stack.pop_all()
         return opened
 
     def _expect(self, expected: Mapping[str, Sequence[int]]) -> None:
@@ -187,32 +136,9 @@ class TensorFile:
                 )
         self._expected = dict(expected)
 
-    def places(self, name: str, begin: int, nbytes: int) -> list[Place]:
-        """Return where bytes `begin` to `begin` + `nbytes` of a tensor are, in their order.
-
-        Raises:
-            DirectoryError: some are in a file that is not here: [Note: files of parts].
-            CorruptionError: some are in none.
-        """
-        found = []
-        for place in self._places[name]:
-            low, high = max(begin, place.begin), min(begin + nbytes, place.end)
-            if low < high:
-                found.append(Place(low, high, place.file, place.at + low - place.begin))
-        if sum(place.end - place.begin for place in found) != nbytes:
-            if not self._absent:
-                raise not_the_file(
-                    self.path, f"bytes {begin}…{begin + nbytes} of {name!r}", "not all of them"
-                )
-            raise DirectoryError(
-                f"not all of {name!r} is here",
-                errno=errno.ENOENT,
-                path=self._absent[0],
-                expected=f"{', '.join(self._absent)}, of ranks that saved on other file systems",
-                found="no such file",
-                cure="copy it from the node that has it, or run the same ranks on each node as at the save",
-            )
-        return found
+    def where(self, name: str) -> tuple[DirectFile, int]:
+        """Return the open file, and at which of its bytes a tensor begins."""
+        return self._file, self.entries[name].begin
 
     def has_checksums(self, name: str) -> bool:
         """Return whether reads of this tensor are held to checksums."""
@@ -236,8 +162,8 @@ class TensorFile:
 
     @property
     def path(self) -> str:
-        """The file's path; of several files, that of one."""
-        return [*(file.path for file in self._files), *self._absent][0]
+        """The file's path."""
+        return self._file.path
 
     def write(self, name: str, first: int, tensor: torch.Tensor, under_way: UnderWay | None = None) -> None:
         """Write the elements of `tensor`, of whichever dtype and device: the file's from element `first` on.
@@ -253,9 +179,8 @@ class TensorFile:
         try:
             for begin, piece in on_host(flat, entry.dtype):
                 at = (first + begin) * entry.dtype.itemsize
-                for place in self.places(name, at, piece.nbytes):
-                    address = piece.data_ptr() + place.begin - at
-                    ticket = self._ring.write(place.file, place.at, address, place.end - place.begin)
+                if piece.nbytes:
+                    ticket = self._ring.write(self._file, entry.begin + at, piece.data_ptr(), piece.nbytes)
                     own.add(ticket, partial(_let_go, piece))
                 self._sums.add(name, at, piece.data_ptr(), piece.nbytes)
                 if own is not under_way:
@@ -317,12 +242,8 @@ class TensorFile:
             self._check(name, entry, first, out)
             then()
 
-        begin = first * entry.dtype.itemsize
-        for place in self.places(name, begin, out.nbytes):
-            address = out.data_ptr() + place.begin - begin
-            ticket = self._ring.read(place.file, place.at, address, place.end - place.begin)
-            last = place.end == begin + out.nbytes
-            under_way.add(ticket, arrived if last else partial(_let_go, out))
+        at = entry.begin + first * entry.dtype.itemsize
+        under_way.add(self._ring.read(self._file, at, out.data_ptr(), out.nbytes), arrived)
 
     def _check(self, name: str, entry: Entry, first: int, out: torch.Tensor) -> None:
         if name in self._expected:
@@ -335,15 +256,14 @@ class TensorFile:
         expected = self._expected[name][piece.begin // checksums.RANGE_NBYTES]
         if piece.is_whole(entry.nbytes) and expected == piece.crc:
             return
-        place = self._places[name][0] if len(self._places[name]) == 1 else None
         raise CorruptionError(
             f"{name!r} in {self.path} is not what was saved",
             path=self.path,
-            offset=None if place is None else place.at + piece.begin - place.begin,
+            offset=entry.begin + piece.begin,
             nbytes=piece.end - piece.begin,
             expected=f"CRC-32C {expected:08x} of bytes {piece.begin}…{piece.end}",
             found=f"{piece.crc:08x}",
-            cure="copy this checkpoint again from its source; or load another one, if there is one",
+            cure=AGAIN,
         )
 
     def pieces(self) -> dict[str, list[RangeCrc]]:
@@ -373,16 +293,14 @@ class TensorFile:
         Raises:
             DirectoryError: the drive reports a failure.
         """
-        for file in self._files:
-            try:
-                os.fsync(file.plain_fd)
-            except OSError as error:
-                raise failed("write", file.path, error) from error
+        try:
+            os.fsync(self._file.plain_fd)
+        except OSError as error:
+            raise failed("write", self.path, error) from error
 
     def close(self) -> None:
         """Close the file. Nothing may be under way."""
-        for file in self._files:
-            file.close()
+        self._file.close()
 
     def __enter__(self) -> TensorFile:
         return self
@@ -408,6 +326,35 @@ def read_all(path: str, ring: Ring, expected: Mapping[str, Sequence[int]]) -> di
         for name, tensor in tensors.items():
             file.read(name, 0, tensor)
     return tensors
+
+
+def opened_to_read(path: str) -> DirectFile:
+    """Open a file to read it.
+
+    Raises:
+        CorruptionError: there is no file.
+        DirectoryError: it cannot be opened.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        mode = 0
+    if not stat.S_ISREG(mode):  # and a pipe is not waited for
+        raise CorruptionError(
+            f"{path} is not a readable file",
+            path=path,
+            expected="the file that the index of the checkpoint names",
+            found=kind_of(mode) if mode else "nothing",
+            cure=AGAIN,
+        )
+    return DirectFile.open(path, os.O_RDONLY)
+
+
+def not_the_file(path: str, expected: str, found: str) -> CorruptionError:
+    """Return the error of a file that is another one."""
+    return CorruptionError(
+        f"{path} is not the file that belongs here", path=path, expected=expected, found=found, cure=AGAIN
+    )
 
 
 def _let_go(tensor: torch.Tensor) -> None:

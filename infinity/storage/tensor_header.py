@@ -9,12 +9,13 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from infinity.core.errors import CorruptionError
+from infinity.core.errors import CorruptionError, StateDictError
+from infinity.core.sizes import ALIGNMENT, ceil_to
 from infinity.hardware.aio import DirectFile
 
 #: The longest header that is read: what the safetensors library reads, too.
@@ -39,6 +40,8 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "C64": torch.complex64,
 }
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+#: What to do about a file of a checkpoint that is damaged.
+AGAIN: Final = "copy this checkpoint again from its source; or load another one, if there is one"
 
 
 #: What a tensor that is to be written is like: its dtype and its shape.
@@ -64,6 +67,38 @@ def nbytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
+def laid_out(
+    tensors: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Entry], int]:
+    """Return what is before the first tensor of a file, where each tensor is, and the size of the file.
+
+    Raises:
+        StateDictError: such a file cannot have a tensor of such a dtype.
+    """
+    entries: dict[str, Entry] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    # Those of whole blocks first: then each of them begins at one, and moves without the page cache.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: nbytes_of(*item[1]) % ALIGNMENT > 0):
+        if dtype not in NAMES:
+            raise StateDictError(
+                f"{name!r} has the dtype {dtype}, which safetensors files do not support",
+                expected=", ".join(str(d).removeprefix("torch.") for d in NAMES),
+                found=str(dtype).removeprefix("torch."),
+                cure="cast it to another dtype, or make it a buffer that is not persistent",
+            )
+        nbytes = nbytes_of(dtype, shape)
+        header[name] = {"dtype": NAMES[dtype], "shape": [*shape], "data_offsets": [at, at + nbytes]}
+        entries[name] = Entry(dtype, tuple(shape), at, nbytes)
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Aligned, so that whole blocks of the first tensors are written directly.
+    data = ceil_to(8 + len(text), ALIGNMENT)
+    text = text.ljust(data - 8)
+    begin = len(text).to_bytes(8, "little") + text
+    return begin, {name: e._replace(begin=e.begin + data) for name, e in entries.items()}, data + at
+
+
 def entries_of(path: str, file: DirectFile) -> dict[str, Entry]:
     """Read and check a file's header."""
 
@@ -73,7 +108,7 @@ def entries_of(path: str, file: DirectFile) -> dict[str, Entry]:
             path=path,
             expected=expected,
             found=found,
-            cure="copy this checkpoint again from its source; or load another one, if there is one",
+            cure=AGAIN,
         )
 
     size = file.size

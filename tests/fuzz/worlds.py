@@ -445,7 +445,7 @@ class OffloadedWorld(World):
 
     def settings(self, config: Json, seed: int) -> Any:
         """Return a Config, with the least budgets where these are asked for."""
-        import infinity
+        from .. import inner
 
         folder = self.folder / str(self.count)
         folder.mkdir()
@@ -453,7 +453,6 @@ class OffloadedWorld(World):
         given: Json = {
             "nvme": str(folder),
             "device": "cpu",
-            "output_dtype": None,
             "chunk_elements": 65536,
             "threads": 1,
             "dtype": config["dtype"],
@@ -473,26 +472,27 @@ class OffloadedWorld(World):
             "loss_scale": config["loss_scale"],
             "loss_scale_window": config["loss_scale_window"],
             "read_ahead_memory": "4MiB" if config["read_ahead"] else 0,
+            **({} if config["prefetch"] else {"prefetch_memory": 0}),
         }
-        if not config["prefetch"]:
-            given["prefetch_memory"] = 0
         budgets = {"device_memory": 64 << 20, "host_memory": 64 << 20}
         for name in budgets:
             if config[name] != "large":
                 least = self.least(given, {**budgets, name: 1}, name, seed)
                 extra = 0 if config[name] == "least" else config["extra"]
                 budgets[name] = least + extra
-        return infinity.Config(**given, **budgets)
+        return inner.config(**given, **budgets)
 
     def least(self, given: Json, budgets: Json, name: str, seed: int) -> int:
         """Return the least budget that is not refused: the one that the refusal of 1 byte names."""
         import infinity
         from infinity.core.errors import BudgetError
 
+        from .. import inner
+
         model = build(self.tree, seed)
         optimizer = make_optimizer(model, self.config)
         try:
-            infinity.wrap(model, optimizer, infinity.Config(**given, **budgets))
+            infinity.wrap(model, optimizer, inner.config(**given, **budgets))
             infinity.close(model)
             return 1
         except BudgetError as refused:

@@ -22,6 +22,7 @@ import torch
 import infinity
 from infinity.api.engine import engine_of
 
+from .. import inner
 from .cuda import lagging_cuda, make_known
 from .programs import Loop
 from .run import CASES, Net
@@ -37,7 +38,7 @@ def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
     settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
     if settings.get("accumulation"):
         settings["accumulation"] = 1
-    config = infinity.Config(device="cpu", nvme=nvme, **settings)
+    config = inner.config(device="cpu", nvme=nvme, **settings)
     phases: dict[str, collections.Counter[str]] = {}
     with lagging_cuda() as world:
 

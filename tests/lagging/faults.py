@@ -21,6 +21,7 @@ from torch import nn
 import infinity
 from infinity.core.errors import ConfigError, InfinityError
 
+from .. import inner
 from .cuda import lagging_cuda, make_known
 from .run import CASES, Block
 from .world import Finding, World
@@ -44,7 +45,7 @@ class Small(nn.Module):
 
 def train(world: World, case: dict[str, Any], nvme: str, fails: int | None) -> tuple[list[torch.Tensor], str]:
     """Return the final values, and what was raised. `fails`: the number of the allocation that does."""
-    config = infinity.Config(
+    config = inner.config(
         nvme=nvme,
         device_memory="64MiB",
         host_memory="256MiB",

@@ -24,6 +24,7 @@ import infinity
 from infinity.hardware import cuda_device
 from infinity.hardware.cuda_device import CudaDevice
 
+from .. import inner
 from .cuda import lagging_cuda, make_known
 from .programs import PROGRAMS, Loop
 from .world import Finding
@@ -165,7 +166,7 @@ def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
     settings.pop("index", None)
     make = OPTIMIZERS[settings.pop("optimizer", "adamw")]
     settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
-    config = infinity.Config(device="cpu", nvme=nvme, **settings)
+    config = inner.config(device="cpu", nvme=nvme, **settings)
     torch.manual_seed(0)
     model = Net(recompute=kind or ("non-reentrant" if config.activations == "host" else ""))
     model, optimizer = infinity.wrap(model, make(model), config)

@@ -14,33 +14,40 @@ import contextlib
 import itertools
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import click
 import numpy as np
+import torch
 
 from infinity.api.this_machine import check_directory
-from infinity.cli.console import finish, gigabytes, show_warnings, sizes, status_line, table_of, wide_console
-from infinity.cli.options import (
-    directories_argument,
-    json_option,
-    numbers_option,
-    removed_options,
-    words_option,
+from infinity.cli.console import (
+    Tell,
+    finish,
+    gigabytes,
+    progress,
+    show_warnings,
+    sizes,
+    table_of,
+    wide_console,
 )
+from infinity.cli.medium import MEMORY, describe_directory, medium_of
+from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
+from infinity.cli.plot import draw_io, plot_option
 from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
 from infinity.hardware import cpu_adam
 from infinity.hardware.aio import BACKENDS, Ring
-from infinity.hardware.medium import MEMORY, medium_of
-from infinity.hardware.probe import available_host_memory, describe_directory
+from infinity.hardware.probe import available_host_memory
 from infinity.version import __version__
 
-from .adam import AdamWork, rate, spread
 from .io_fio import best_of_fio, find_fio
 from .io_load import PATTERNS, Job, Load, Settings, check_space, run_pass, usable_bytes
 
@@ -205,10 +212,51 @@ def facts_of(directory: str) -> dict[str, Any]:
     }
 
 
+# ---- Adam beside the I/O ----
+
+
+def adam_work() -> Callable[[], None]:
+    """Return an update of `_ADAM` parameters by the CPU's Adam: bf16 gradients and compute parameters, fp32
+    state, as in a step."""
+    grad = torch.randn(_ADAM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    master, rule, steps = grad.float(), cpu_adam.Adam(0.9, 0.999, 1e-8), itertools.count(1)
+    moments, copy = [master * 0.1, (master * 0.1).square()], torch.empty_like(grad)
+
+    def update() -> None:
+        step = next(steps)
+        key = cpu_adam.rounding_key("", step)
+        segment = cpu_adam.Segment(0, _ADAM, 0, key, step, 1e-3, 0.01, 1.0, False, rule)
+        cpu_adam.update_segments(master, moments, grad, copy, (segment,))
+
+    return update
+
+
+@contextlib.contextmanager
+def adam_beside(update: Callable[[], None]) -> Iterator[Callable[[], float]]:
+    """Update on a thread for as long as a block lasts, as a step does beside its I/O; lend a function that
+    returns the parameters updated per second so far."""
+    stop, updates, seconds = threading.Event(), 0, 0.0
+
+    def run() -> None:
+        nonlocal updates, seconds
+        start = time.perf_counter()
+        while not stop.is_set():
+            update()
+            updates, seconds = updates + 1, time.perf_counter() - start
+
+    with ThreadPoolExecutor(1, "infinity-bench-adam") as pool:
+        running = pool.submit(run)
+        try:
+            yield lambda: updates * _ADAM / seconds if seconds else 0.0
+        finally:
+            stop.set()
+    running.result()
+
+
 # ---- measuring ----
 
 
-def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure(request: Request, tell: Tell) -> dict[str, Any]:
     """Measure; return everything as JSON has it. Rates in bytes per second, times in seconds."""
     for directory in request.directories:
         check_directory(directory)
@@ -241,13 +289,14 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
                 twice = read_twice(load, ring, first, job)
             warnings += cache_warning(twice, load.directory)
             result["cache"].append({"path": load.directory, **(twice or {})})
-        work = AdamWork(_ADAM) if any(case.adam for case in cases) else None
+        work = adam_work() if any(case.adam for case in cases) else None
         if work is not None:
-            result["adam_alone_parameters_per_second"] = max(rate(work.update, work.numel, 5))
+            alone = _ADAM / min(timeit.repeat(work, number=1, repeat=6))
+            result["adam_alone_parameters_per_second"] = alone
             result["adam_threads"] = cpu_adam.threads()
-        for number, case in enumerate(cases, 1):
+        for number, case in enumerate(cases):
             what = f"{case.job.pattern}{' beside Adam' if case.adam else ''}"
-            tell(f"[{number}/{len(cases)}] {what}, {case.settings.backend} {sizes(case.settings)}")
+            tell(f"{what}, {case.settings.backend} {sizes(case.settings)}", number, len(cases))
             measured, said = measure_case(case, loads, request, work)
             result["cases"].append(measured)
             warnings += said
@@ -256,12 +305,12 @@ def measure(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
 
 
 def measure_case(
-    case: Case, loads: Sequence[Load], request: Request, work: AdamWork | None
+    case: Case, loads: Sequence[Load], request: Request, work: Callable[[], None] | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of a case as JSON has them, and warnings.
 
     Where there is one directory it is compared with fio, which runs as long as all passes together: "one
-    file" is what fio is good at. `work` is what Adam updates beside the I/O, for cases that ask for it.
+    file" is what fio is good at. `work`: the update of Adam that runs beside the I/O of cases with `adam`.
     """
     chosen = [loads[index] for index in case.directories]
     job, settings, seconds = case.job, case.settings, request.seconds
@@ -272,7 +321,7 @@ def measure_case(
     with contextlib.ExitStack() as stack:
         pairs = [(load, stack.enter_context(load.ring(settings))) for load in chosen]
         rings = [ring for _, ring in pairs]
-        adam = stack.enter_context(work.beside()) if case.adam and work is not None else None
+        adam = stack.enter_context(adam_beside(work)) if case.adam and work is not None else None
         run_pass(pairs, settings, job, min(0.2, seconds))
         tallies = [run_pass(pairs, settings, job, seconds) for _ in range(request.repeats)]
         histogram = np.sum([ring.stats().submit_histogram for ring in rings], axis=0).tolist()
@@ -293,7 +342,7 @@ def measure_case(
         "backend": "+".join(backends),
         "backend_reason": "; ".join(reasons),
         "bytes_per_second": middle,
-        "spread": spread(rates),
+        "spread": (max(rates) - min(rates)) / middle if middle else 0.0,
         "repeats": rates,
         "bytes_moved": moved,
         "latency_seconds": {
@@ -358,18 +407,12 @@ def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Passes of one case.")
 @click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
 @click.option("--adam/--no-adam", default=True, help="Also the mixed case with CPU Adam running beside.")
+@plot_option
+@click.option("--need", type=click.FloatRange(0), help="GB/s that a run needs, as a line in the plot.")
 @json_option
-@removed_options(
-    "--full",
-    expected="the sizes and backends to be measured; `infinity tune DIR` finds those that suit a drive",
-    cure="--block 256KiB,1MiB,4MiB --depth 8,32,128 --backend libaio,uring,threads",
-)
-@removed_options(
-    *("--order", "--sustained", "--plot"),
-    expected="what the engine does with a drive, in a table or --json; fio measures a drive in other ways",
-    cure="leave it out; fio has --rw=randread, and --time_based --write_bw_log for bandwidth over time",
-)
-def io_command(quick: bool, size: str | None, as_json: bool, **given: Any) -> None:
+def io_command(
+    quick: bool, size: str | None, plot: str | None, need: float | None, as_json: bool, **given: Any
+) -> None:
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 
     Takes about a minute where fio is installed, half of that without it. Never fills a disk. Every
@@ -380,8 +423,10 @@ def io_command(quick: bool, size: str | None, as_json: bool, **given: Any) -> No
     if size is not None:
         told["size"] = parse_size(size, "--size")
     request = Request(**{**(_QUICK if quick else {}), **told})
-    with status_line(quiet=as_json) as tell:
+    with progress() as tell:
         result = measure(request, tell)
+    if plot is not None:
+        draw_io(plot, result, need)
     finish(result, show, as_json=as_json)
 
 

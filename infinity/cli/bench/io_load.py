@@ -29,13 +29,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from infinity.api.this_machine import check_directory, refused
-from infinity.core.errors import CorruptionError, DeadlineError, DirectoryError
+from infinity.core.errors import BudgetError, CorruptionError, DeadlineError, DirectoryError
 from infinity.core.sizes import GiB, MiB, ceil_to, format_size
 from infinity.hardware.aio import DirectFile, Ring, Ticket, crc32c
-from infinity.hardware.probe import available_host_memory, nameless_file
+from infinity.hardware.probe import available_host_memory, make_direct, nameless_file
 from infinity.storage.memory import HostMapping
-
-from .adam import check_memory
 
 TRANSFER: Final = 8 * MiB  #: one ticket of a sequential pass: about a section of a chunk
 PATTERNS: Final = ("read", "write", "mixed")
@@ -136,9 +134,13 @@ class Load(contextlib.AbstractContextManager["Load"]):
         usable = usable_bytes(directory)[0] // MiB
         cure = f"--size {usable}MiB" if usable >= 16 else "free space, or another drive"
         check_space(directory, nbytes, f"a file of {format_size(nbytes)}", cure)
-        check_memory(
-            "a window of buffers", window, available_host_memory() * 8 // 10, "a smaller --block or --depth"
-        )
+        if window > (have := available_host_memory() * 8 // 10):
+            raise BudgetError(
+                "a window of buffers does not fit host memory",
+                expected=f"about {format_size(window)}",
+                found=f"{format_size(have)} available",
+                cure="a smaller --block or --depth",
+            )
         self.mapping = HostMapping(window, populate=True)
         self._words = self.mapping.tensor(0, window).numpy().view(np.uint64)
         generator = np.random.default_rng()
@@ -150,14 +152,15 @@ class Load(contextlib.AbstractContextManager["Load"]):
         self._known = np.zeros(nbytes // grain, dtype=np.bool_)
         self.verified = 0  #: bytes that were compared so far
         self._cursor = self._swap = 0
-        fd, direct = nameless_file(directory)
+        fd = nameless_file(directory)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
             try:
                 os.posix_fallocate(fd, 0, nbytes)
+                direct = make_direct(fd)
             except OSError as error:
                 raise refused(directory, error) from error
-            self.file = DirectFile(os.path.join(directory, "(bench)"), fd, direct=direct, owned=True)
+            self.file = DirectFile(directory, fd, direct=direct, owned=True)
             undo.pop_all()
 
     @property

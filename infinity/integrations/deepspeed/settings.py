@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from .errors import ConfigError
+from infinity.core.config import Config
+from infinity.core.errors import ConfigError
 
-#: Schedulers of DeepSpeed, which `infinity.optim.deepspeed_scheduler` makes.
+#: Schedulers of DeepSpeed, which `scheduler_from` makes.
 SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 #: Those of torch that it takes as well.
 _OF_TORCH: Final = (
@@ -163,11 +164,11 @@ _MASTERS: Final = (
     "{dtype} before `wrap`"
 )
 _SCALING: Final = (
-    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale, which grows to 2^24 at most. "
-    "DeepSpeed halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
+    "call `optimizer.scale(loss).backward()`. Every overflow halves the scale; 2000 steps without "
+    "overflow double it, up to 2^24. DeepSpeed doubles it after {window} steps (loss_scale_window). It "
+    "halves it from overflow number {first} on (hysteresis), and raises an error at a scale of "
     "{least:g} (min_loss_scale). DeepSpeed's scheduler does not count a step that overflows: call "
-    "`scheduler.step()` only if not `optimizer.step_was_skipped`. The outputs of the model are "
-    "fp32, so that a scaled loss does not overflow; those of DeepSpeed's engine are fp16"
+    "`scheduler.step()` only if not `optimizer.step_was_skipped`"
 )
 _NOT_FINITE: Final = (
     "DeepSpeed skips a step whose gradients are not all finite, by default since version 0.19.3: "
@@ -252,6 +253,27 @@ def _without_comments(text: str) -> str:
 def has_settings(settings: Mapping[str, Any]) -> bool:
     """Return whether a dict has any key of DeepSpeed's settings."""
     return any(key in known for key in settings for known in (_NOTED, _REFUSED, _TAKEN))
+
+
+def config_from(
+    source: str | os.PathLike[str] | Mapping[str, Any], arguments: Any = None
+) -> tuple[Config, list[str]]:
+    """Return the `Config` that a settings file of DeepSpeed means, and notes about the rest of the file.
+
+    A note is a sentence: a key, its value, and what takes its place here. Every key is in the `Config`, in a
+    note or in the error.
+
+    Args:
+        source: the file, or its content as a dict.
+        arguments: the TrainingArguments with which `Trainer` fills in ``"auto"``; an object with some of
+            their attributes will do. `Trainer` then also clips the gradients, so `max_grad_norm` is None.
+
+    Raises:
+        ConfigError: the file cannot be read; or the engine lacks some of the settings. The error names all of
+            these.
+    """
+    found = translate(source, arguments)
+    return Config(**found.settings), found.notes
 
 
 def translate(source: str | os.PathLike[str] | Mapping[str, Any], arguments: Any = None) -> Translation:
@@ -407,7 +429,6 @@ class _Reader:
         if dtype == "fp16":
             self._fp16(fp16)
         if dtype == "bf16":
-            self.settings["output_dtype"] = None  # as DeepSpeed's engine returns them
             self._bf16(bf16)
         if dtype != "fp32":
             self.note(kinds[dtype].key("enabled"), True, _MASTERS.format(dtype=dtype))
@@ -427,10 +448,10 @@ class _Reader:
             self.refuse("fp16.initial_scale_power", power, "write a power of at most 127: a loss is fp32")
             power = 16
         self.settings["loss_scale"] = 2.0**power
-        self.settings["loss_scale_window"] = block.number("loss_scale_window", 1000, 1, whole=True)
+        window = block.number("loss_scale_window", 1000, 1, whole=True)
         hysteresis = block.number("hysteresis", 2, whole=True)
         least = block.number("min_loss_scale", 1)
-        self.note("fp16.loss_scale", 0, _SCALING.format(first=max(hysteresis, 1), least=least))
+        self.note("fp16.loss_scale", 0, _SCALING.format(first=max(hysteresis, 1), least=least, window=window))
 
     def _bf16(self, block: _Block) -> None:
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
@@ -637,7 +658,7 @@ class _Reader:
         block.values.pop("params", None)
         block.end(("type", "params"))
         if kind in SCHEDULERS:
-            text = "infinity.optim.deepspeed_scheduler(settings, optimizer) has the same rates, step for step"
+            text = "scheduler_from(settings, optimizer) has the same rates, step for step"
         elif kind in _OF_TORCH:
             text = f"torch.optim.lr_scheduler.{kind}(optimizer, **params)"
         else:

@@ -1,4 +1,4 @@
-"""The drive of a directory, below overlays, loop devices and mapped devices; and how worn the drive is.
+"""A directory's file system, the drive below overlays, loop devices and mapped devices, and the drive's wear.
 
 /proc and /sys tell the drive. Only the drive itself knows its wear: the kernel reports it for eMMC. For other
 drives this file asks smartctl or nvme, if it is installed and this user may run it.
@@ -13,37 +13,25 @@ import subprocess
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .probe import Mount, _text, _unescape, drive_of, mount_of
+from infinity.core.errors import BuildError
+from infinity.hardware.probe import (
+    BlockDevice,
+    Mount,
+    drive_of,
+    make_direct,
+    mount_of,
+    nameless_file,
+    text_of,
+    unescape,
+)
 
 MEMORY, NETWORK, DRIVE, UNKNOWN = "memory", "network", "drive", "unknown"
 _SYS: Final = Path("/sys/class/block")
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 _OVER_NETWORK: Final = (
-    *(
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "coda",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "orangefs",
-    ),
-    *(
-        "panfs",
-        "smb3",
-        "smbfs",
-        "wekafs",
-        "fuse.ceph-fuse",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.mount-s3",
-    ),
-    *("fuse.ceph-fuse", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"),
+    *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
+    *("orangefs", "panfs", "smb3", "smbfs", "wekafs", "fuse.ceph-fuse", "fuse.gcsfuse", "fuse.glusterfs"),
+    *("fuse.mount-s3", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"),
 )
 _DEEPEST: Final = 8
 _PATIENCE: Final = 10.0  # seconds that smartctl or nvme may take
@@ -64,6 +52,63 @@ class DriveWear(NamedTuple):
 
     used: float | None
     why: str = ""
+
+
+class DirectoryFacts(NamedTuple):
+    """What a directory stands on. Sizes in bytes."""
+
+    path: str
+    mount: Mount | None
+    drive: BlockDevice | None  #: None: no block device of its own (memory, network, a pool of drives)
+    free: int  #: for this user
+    total: int
+    writable: bool
+    direct: bool | None  #: whether files there take O_DIRECT; None: no file can be made
+    alignment: int | None  #: of O_DIRECT's offsets; 0: none; None: the kernel does not say
+    refusal: int | None = None  #: the error number with which a file cannot be made there
+
+
+def describe_directory(path: str) -> DirectoryFacts:
+    """Return what `path` stands on.
+
+    Raises:
+        OSError: it is missing, not a directory, or closed to this user.
+    """
+    with os.scandir(path):  # the errors that a user should see
+        pass
+    system = os.statvfs(path)
+    direct: bool | None = None
+    alignment: int | None = None
+    refusal: int | None = None
+    try:
+        fd = nameless_file(path)
+    except OSError as error:
+        refusal = error.errno
+    else:
+        try:
+            direct = make_direct(fd)
+            alignment = _alignment(fd)
+        finally:
+            os.close(fd)
+    return DirectoryFacts(
+        path=os.path.abspath(path),
+        mount=mount_of(path),
+        drive=drive_of(path),
+        free=system.f_bavail * system.f_frsize,
+        total=system.f_blocks * system.f_frsize,
+        writable=direct is not None,
+        direct=direct,
+        alignment=alignment,
+        refusal=refusal,
+    )
+
+
+def _alignment(fd: int) -> int | None:
+    try:
+        from infinity.hardware.direct_file import dio_offset_align
+    except BuildError:  # whoever wants to know what is wrong here asks without the native part, too
+        return None
+    return dio_offset_align(fd)
 
 
 def medium_of(path: str) -> Medium:
@@ -92,7 +137,7 @@ def medium_of(path: str) -> Medium:
         if drive is None:
             break
         layers[-1] += f" on {drive.name}"
-        file = _text(_SYS / drive.name / "loop" / "backing_file")
+        file = text_of(_SYS / drive.name / "loop" / "backing_file")
         if file is not None:
             loop = True
             layers[-1] += f", a loop device over {file}"
@@ -113,7 +158,7 @@ def medium_of(path: str) -> Medium:
 
 def _option(mount: Mount, name: str) -> str | None:
     found = (each.partition("=") for each in mount.options)
-    return next((_unescape(value) for key, _, value in found if key == name), None)
+    return next((unescape(value) for key, _, value in found if key == name), None)
 
 
 def _below(name: str) -> list[str]:
@@ -134,14 +179,14 @@ def _kind(name: str) -> str:
     folder = (_SYS / name).resolve()
     iscsi = any(part.startswith("session") and part[7:].isdigit() for part in folder.parts)
     transports = [folder / "device" / "transport", *folder.glob("device/nvme*/transport")]
-    fabric = any(_text(file) in ("tcp", "rdma", "fc") for file in transports)
+    fabric = any(text_of(file) in ("tcp", "rdma", "fc") for file in transports)
     if iscsi or fabric or name.startswith(("nbd", "rbd", "drbd")):
         return NETWORK
     return DRIVE
 
 
 def _rotational(name: str) -> bool | None:
-    said = _text(_SYS / name / "queue" / "rotational")
+    said = text_of(_SYS / name / "queue" / "rotational")
     if said is None or name.startswith(("vd", "xvd")):  # what a virtual disk says is the default
         return None
     return said != "0"
@@ -152,7 +197,7 @@ def _rotational(name: str) -> bool | None:
 
 def wear_of(name: str) -> DriveWear:
     """Return how much of a drive's rated endurance is used. Never raises."""
-    life = _text(_SYS / name / "device" / "life_time")  # eMMC: two estimates, in tenths
+    life = text_of(_SYS / name / "device" / "life_time")  # eMMC: two estimates, in tenths
     if life is not None:
         try:
             return DriveWear(max(int(part, 16) for part in life.split()) / 10)

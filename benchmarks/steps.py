@@ -5,7 +5,7 @@ step of theirs must take at least.
 the update by the engine's kernel, or torch's optimizer where the state is on the device. N: the bytes that
 the step moved to and from NVMe, at the rate of the engine's own mixed reads and writes on that directory.
 All are measured in the run that they are compared with, right after it or in turns with it. H: the part of
-N that a backward can hide, which is at most B: state read ahead (`read_ahead_memory`), copies that the
+N that a backward can hide, which is at most B: state read ahead (`READ_AHEAD`), copies that the
 backward itself reads, gradients that it writes. C: copies that the forward itself reads, at most F.
 
     sync      F + B + max(N − H − C, A)      nothing else of the update can be hidden
@@ -56,8 +56,6 @@ PLACEMENTS: Final[dict[str, Placement]] = {
 def settings_of(placement: str, update: str, largest_unit: int) -> dict[str, Any]:
     """Return the settings of `infinity.Config` for one case; `largest_unit` in parameters."""
     settings: dict[str, Any] = {**PLACEMENTS[placement]._asdict(), "update": update}
-    if update == "delayed":  # from the first step on, not after its warm-up
-        settings["delay_warmup_steps"] = 0
     if update == "backward":
         settings["accumulation"] = 1
     if settings["parameters"] == "nvme":  # else everything would be loaded ahead into what is free
@@ -147,6 +145,7 @@ def offloaded(build: Callable[[], nn.Module], **settings: Any) -> Stepper:
     with init(config):
         model = build()
     model, optimizer = wrap(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
+    optimizer.delayed_from = 0  # delayed from the first step on, not after a warm-up
     engine = engine_of(model)
 
     def settle() -> None:

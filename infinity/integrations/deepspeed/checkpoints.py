@@ -23,12 +23,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from infinity.api.checkpoint import Progress
 from infinity.core.errors import DataError
-from infinity.storage.folder import failed
-from infinity.storage.torch_file import Record, is_dense, load_saved, part
-
-from .checkpoint import Progress
-from .foreign import (
+from infinity.integrations.foreign import (
     MOMENTS,
     Extent,
     Foreign,
@@ -50,6 +47,8 @@ from .foreign import (
     texts_beside,
     write,
 )
+from infinity.integrations.torch_file import Record, is_dense, load_saved, part
+from infinity.storage.folder import failed
 
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})(?:_\d+)?_model_states\.pt")
 _OPTIMIZER: Final = re.compile(
@@ -205,7 +204,8 @@ def _foreign(files: _Files) -> Foreign:
     """Return what a checkpoint has. Everything that is not a value of a parameter is checked here."""
     model, path = files.model, files.model_path
     shapes = _shapes_of(files)
-    _check_parallel(files)
+    if model.get("ds_autoep_layers") or model.get("autoep_layers"):  # no file of these has a name of its own
+        raise _of_parallelism(path, "expert parallelism", "AutoEP")
     if files.universal:
         saved = files.open(os.path.join(files.path, _UNIVERSAL, "optimizer_state.pt"))
         states = [saved]
@@ -218,10 +218,8 @@ def _foreign(files: _Files) -> Foreign:
         base = [_base_of(state, stage, files.path) for state in states]
         groups = entry(base[0], "param_groups", list, path)
         sources = _partitions(files, shapes, stage, states, base)
-    settings = _settings_of(files)
-    _check_order(files, settings)
     steps, skipped = (entry(model, key, int, path) for key in ("global_steps", "skipped_steps"))
-    made, of_shapes = _groups_of(groups, len(shapes), settings, files.path)
+    made, of_shapes = _groups_of(groups, len(shapes), model.get("ds_config"), path)
     updates = max(0, steps - skipped)
     parameters: dict[str, ForeignParameter] = {}
     for index, names in enumerate(shapes):
@@ -302,23 +300,6 @@ def _shapes_of(files: _Files) -> list[dict[str, tuple[int, ...]]]:
     return shapes
 
 
-def _check_parallel(files: _Files) -> None:
-    model = files.model
-    dims = model.get("checkpoint_parallel_dimensions")
-    sizes = {
-        "tensor parallelism": (model.get("mp_world_size"), entry_of(dims, "tp_degree")),
-        "pipeline parallelism": (entry_of(dims, "pp_degree"),),
-        "expert parallelism": (model.get("num_experts"),),
-    }
-    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
-        raise _of_parallelism(files.path, "expert parallelism", "AutoEP")
-    for kind, found in sizes.items():
-        for size in found:
-            many = [number for number in (size if isinstance(size, list) else [size]) if type(number) is int]
-            if any(number > 1 for number in many):
-                raise _of_parallelism(files.path, kind, f"{max(many)}")
-
-
 def _stage_of(state: Any) -> int:
     """Return ZeRO's stage; BF16_Optimizer, which is stage 1, does not say it."""
     stage = entry_of(state, "zero_stage")
@@ -341,8 +322,6 @@ def _states_of(files: _Files) -> list[Any]:
         )
     count = states[0].get("partition_count")
     counts = count if isinstance(count, list) else [count]
-    if len(set(counts)) > 1:
-        raise _of_parallelism(files.path, "expert parallelism", f"param groups of {counts} ranks")
     if counts[:1] != [len(states)] or sorted(files.optimizers) != [*range(len(states))]:
         raise DataError(
             f"{files.path} does not have the files of all ranks",
@@ -350,10 +329,6 @@ def _states_of(files: _Files) -> list[Any]:
             found=f"{len(states)}, of the ranks {', '.join(map(str, sorted(files.optimizers)))}"[:300],
             cure="copy all files of the checkpoint, from every node; remove files of other runs from it",
         )
-    for rank, state in enumerate(states):
-        partitions = state.get("ds_zero_partition_groups") or ()
-        if any(entry_of(part, "partition_count") not in (None, len(states)) for part in partitions):
-            raise _of_parallelism(files.path, "expert parallelism", f"partitions of rank {rank}")
     return states
 
 
@@ -387,24 +362,6 @@ def _base_of(state: Any, stage: int, path: str) -> dict[str, Any]:
             cure="load it by DeepSpeed, and save it without that setting",
         )
     return entry(state, key, dict, path)
-
-
-def _settings_of(files: _Files) -> Any:
-    """Return DeepSpeed's settings of the run, or an empty dict."""
-    settings = files.model.get("ds_config")
-    return settings if isinstance(settings, dict) else {}
-
-
-def _check_order(files: _Files, settings: Any) -> None:
-    """Refuse universal checkpoints whose parameters are exchanged: the converter goes by
-    ``param_slice_mappings``, and with round_robin_gradients these are not in the order of the tensors."""
-    if files.universal and entry_of(entry_of(settings, "zero_optimization"), "round_robin_gradients"):
-        raise DataError(
-            f"{files.path} is a universal checkpoint of a run with round_robin_gradients",
-            expected="the checkpoint that it was made from",
-            found="values that DeepSpeed's ds_to_universal takes for those of other parameters",
-            cure="import the checkpoint from before the conversion",
-        )
 
 
 def _groups_of(

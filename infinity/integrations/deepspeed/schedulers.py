@@ -1,21 +1,19 @@
-"""The schedulers of DeepSpeed, as a `LambdaLR` of torch with the same learning rates; and its optimizers."""
+"""The schedulers of DeepSpeed, as a `LambdaLR` of torch with the same learning rates."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from infinity.core.deepspeed import SCHEDULERS, read_deepspeed, translate
 from infinity.core.errors import ConfigError
 
-from .lion import Lion
+from .settings import SCHEDULERS, read_deepspeed
 
-_Made = TypeVar("_Made")
 #: The learning rate of a step, which counts from 0; for a group of parameters.
 _Rate = Callable[[int], float]
 #: The parameters of each scheduler, with their defaults; None: there is no default.
@@ -49,58 +47,7 @@ _COUNTS: Final = ("warmup_num_steps", "total_num_steps", "cycle_first_step_size"
 _SIGNED: Final = ("decay_mom_rate", "lr_range_test_step_rate")
 
 
-def deepspeed_optimizer(
-    settings: Mapping[str, Any], parameters: Iterable[torch.nn.Parameter], arguments: Any
-) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the block `optimizer` in settings of DeepSpeed, with one param group as
-    DeepSpeed has it under Trainer; None if there is no such block. `arguments` fill in ``"auto"``.
-
-    Raises:
-        ConfigError: an option of the optimizer is wrong; or the engine lacks some of the settings.
-    """
-    found = translate(settings, arguments)
-    if found.optimizer is None:
-        return None
-    name = found.optimizer_class.rpartition(".")[2]
-    cls = Lion if name == "Lion" else getattr(torch.optim, name)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return _made("optimizer", lambda **options: cls(trained, **options), found.optimizer_options)
-
-
-def any_scheduler(
-    settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, arguments: Any, steps: int
-) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Return the scheduler of the block `scheduler`, DeepSpeed's own or one of torch; None if there is no
-    such block. The settings have been translated.
-
-    Raises:
-        ConfigError: a parameter of the scheduler is wrong.
-    """
-    block = settings.get("scheduler")
-    if block is None:
-        return None
-    if block["type"] in SCHEDULERS:
-        return deepspeed_scheduler(settings, optimizer, arguments, steps=steps)
-    cls: type[torch.optim.lr_scheduler.LRScheduler] = getattr(torch.optim.lr_scheduler, block["type"])
-    return _made("scheduler", lambda **options: cls(optimizer, **options), block.get("params") or {})
-
-
-def _made(block: str, cls: Callable[..., _Made], options: Mapping[str, Any]) -> _Made:
-    """Return what a class of torch makes of the options in a block."""
-    try:
-        if "auto" in options.values():
-            raise ValueError('Trainer fills in no such "auto"')
-        return cls(**options)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{block}.params cannot be used",
-            expected="options that this class of torch takes",
-            found=f"{options!r}: {error}",
-            cure=f"correct {block}.params",
-        ) from error
-
-
-def deepspeed_scheduler(
+def scheduler_from(
     source: str | os.PathLike[str] | Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     arguments: Any = None,

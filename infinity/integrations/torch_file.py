@@ -23,8 +23,7 @@ from typing import Any, ClassVar, Final, TypeGuard
 import torch
 
 from infinity.core.errors import CorruptionError, DataError, InfinityError
-
-from .folder import failed
+from infinity.storage.folder import failed
 
 _PIECE: Final = 1 << 20  # bytes that are read at once for the checksums
 

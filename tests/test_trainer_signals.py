@@ -1,4 +1,4 @@
-"""Signals that end transformers' Trainer and Lightning: they are saved, and go on bit for bit."""
+"""Signals that end an offloaded trainer and Lightning: these save, and the run goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -15,55 +15,62 @@ import torch
 import infinity
 from infinity.core.signals import ignore
 
-from .ranks import all_well, run_ranks
-from .test_ecosystem import STEPS, Seen, adamw, arguments, examples, llama, need, schedule, tokens, watch
+from .test_ecosystem import STEPS, Seen, arguments, examples, llama, need, tokens, watch
 
-pytestmark = pytest.mark.ecosystem
+pytestmark = pytest.mark.integration
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Any:
-    """Whoever runs these tests may have been told to ignore them."""
+    """Whoever runs these tests may have been told to ignore them. Lightning leaves its process group."""
+    environment = dict(os.environ)
     before = [signal.signal(number, signal.SIG_DFL) for number in SIGNALS]
     yield
     now = [signal.getsignal(number) for number in SIGNALS]
     for number, handler in zip(SIGNALS, before, strict=True):
         signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     assert all(handler in (signal.SIG_DFL, ignore) for handler in now), "more than one SIGHUP comes"
 
 
-def wrapped(model: Any) -> tuple[Any, Any]:
-    return infinity.wrap(model, adamw(model), infinity.Config(device="cpu", dtype="fp32"))
+def config() -> infinity.Config:
+    return infinity.Config(dtype="fp32", optimizer_state="host", threads=1)
 
 
-def trainer(out: Path, number: int | None, at: int, seen: Seen, **settings: Any) -> dict[str, torch.Tensor]:
+def trainer(out: Path, number: int | None, at: int, seen: Seen, **more: Any) -> dict[str, torch.Tensor]:
     """Train from the newest checkpoint; a signal comes in step `at`."""
     import transformers
+
+    from infinity.integrations.transformers import offloaded
 
     class Sends(transformers.TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == at and number is not None:
                 os.kill(os.getpid(), number)
 
-    model, optimizer = wrapped(llama())
+    run = offloaded(transformers.Trainer)(
+        llama(),
+        transformers.TrainingArguments(**arguments(out, save_strategy="no")),
+        train_dataset=examples(),
+        callbacks=[watch(seen), Sends()],
+        infinity=config(),
+        **more,
+    )
     try:
-        run = transformers.Trainer(
-            model,
-            transformers.TrainingArguments(**arguments(out, save_strategy="no", **settings)),
-            train_dataset=examples(),
-            optimizers=(optimizer, schedule(optimizer)),
-            callbacks=[watch(seen), Sends(), infinity.trainer_callback()],
-        )
-        run.train(resume_from_checkpoint=bool(list(out.glob("checkpoint-*"))))
-        return {name: value.clone() for name, value in model.state_dict().items()}
+        run.train(resume_from_checkpoint=run.newest_checkpoint())
+        return {name: value.clone() for name, value in run.model.state_dict().items()}
     finally:
-        infinity.close(optimizer)
+        infinity.close(run.model)
 
 
-def lightning(out: Path, number: int | None, at: int, seen: Seen, **settings: Any) -> dict[str, torch.Tensor]:
+def lightning(out: Path, number: int | None, at: int, seen: Seen, **more: Any) -> dict[str, torch.Tensor]:
     L = need("lightning.pytorch")
+    from infinity.integrations.lightning import InfinityStrategy, newest_checkpoint
 
     class Net(L.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
@@ -79,27 +86,26 @@ def lightning(out: Path, number: int | None, at: int, seen: Seen, **settings: An
             return loss
 
         def configure_optimizers(self) -> Any:
-            return self.optimizer
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
     net = Net()
-    net, net.optimizer = wrapped(net)
-    path = out / "run.ckpt"
+    run = L.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+        strategy=InfinityStrategy(config(), **more),
+    )
+    loader = torch.utils.data.DataLoader(examples(), batch_size=2)
     try:
-        run = L.Trainer(
-            max_steps=STEPS,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=out,
-            callbacks=[infinity.lightning_callback(path)],
-        )
-        loader = torch.utils.data.DataLoader(examples(), batch_size=2)
-        run.fit(net, loader, ckpt_path=path if path.exists() else None)
+        run.fit(net, loader, ckpt_path=newest_checkpoint(out))
         return {name: value.clone() for name, value in net.state_dict().items()}
     finally:
-        infinity.close(net.optimizer)
+        infinity.close(net)
 
 
 CASES: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"accelerate": trainer, "lightning": lightning}
@@ -188,49 +194,23 @@ def test_a_second_signal_ends_a_training_at_once(library: str, tmp_path: Path) -
     assert ended.value.code == 75
 
 
-ON_RANKS = """
-import sys
-import torch, transformers
-import infinity
-from infinity.core.errors import ConfigError
-config = transformers.LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
-)
-model = transformers.LlamaForCausalLM(config)
-adam = torch.optim.AdamW(model.parameters())
-model, optimizer = infinity.wrap(model, adam, infinity.Config(device="cpu", dtype="fp32"))
-rows = torch.arange(320).view(20, 16) % 64
-trainer = transformers.Trainer(
-    model,
-    transformers.TrainingArguments(
-        sys.argv[1], max_steps=2, per_device_train_batch_size=2, save_strategy="no", use_cpu=True
-    ),
-    train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-    optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-    callbacks=[infinity.trainer_callback()],
-)
-try:
-    trainer.train()
-except ConfigError as error:
-    print(error.what, error.cure)
-infinity.close(optimizer)
-"""
-
-
-def test_trainer_on_ranks_that_share_a_model_out_is_refused_at_once(tmp_path: Path) -> None:
-    """It could not save when a signal comes."""
-    need("accelerate")
-    for out in all_well(run_ranks(2, ON_RANKS, str(tmp_path / "out"), seconds=120)):
-        assert "transformers.Trainer cannot save a model that ranks share out" in out
-        assert "Config(zero_stage=0)" in out
-
-
 @pytest.mark.parametrize("library", CASES)
 def test_sigusr1_saves_and_the_run_goes_on_at_once(library: str, tmp_path: Path) -> None:
     need(library)
     seen = Seen()
     CASES[library](tmp_path, signal.SIGUSR1, 3, seen)
     assert len(seen.losses) == STEPS
-    assert [path.name for path in tmp_path.iterdir()] == [
-        {"accelerate": "checkpoint-4", "lightning": "run.ckpt"}[library]
-    ]
+    saved = {"accelerate": "checkpoint-4", "lightning": "stopped.ckpt"}
+    assert [path.name for path in tmp_path.iterdir()] == [saved[library]]
+
+
+@pytest.mark.parametrize("library", CASES)
+def test_the_clock_saves(library: str, tmp_path: Path) -> None:
+    need(library)
+    with pytest.raises(infinity.InfinityError, match="save_minutes=True is not valid"):
+        CASES[library](tmp_path, None, 0, Seen(), save_minutes=True)
+    seen = Seen()
+    CASES[library](tmp_path, None, 0, seen, save_minutes=0)
+    assert len(seen.losses) == STEPS
+    saved = {"accelerate": [f"checkpoint-{n + 1}" for n in range(STEPS)], "lightning": ["stopped.ckpt"]}
+    assert {path.name for path in tmp_path.iterdir()} == {*saved[library]}

@@ -15,16 +15,16 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from infinity.api.checkpoint import Progress, check_free, content_of, interruptible, writing_ring
+from infinity.api.user_state import encode
 from infinity.core.errors import DataError, DirectoryError
 from infinity.hardware.deferral import Deferral
 from infinity.storage.checkpoints import Save
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import NAMES, Spec, nbytes_of
-from infinity.storage.torch_file import Record, is_dense, load_saved, part
 
-from .checkpoint import Progress, check_free, content_of, interruptible, writing_ring
-from .user_state import encode
+from .torch_file import Record, is_dense, load_saved, part
 
 #: The moments of AdamW and Adam.
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -334,7 +334,6 @@ class _Writing:
     def run(self) -> str:
         """Write everything; return the directory of the checkpoint."""
         foreign = self._foreign
-        check_new(self._path)
         with Save(self._path, int(foreign.counts["steps"])) as target, writing_ring(target.root) as ring:
             tensors: dict[str, torch.Tensor] = {}
             groups = [
@@ -373,8 +372,7 @@ class _Writing:
                 finite=self._finite,
             )
             names = {stem: os.path.basename(target.file(stem)) for stem in crcs}
-            target.prepare(target.index(names, target.counter, index))
-            target.commit()
+            target.commit(index, names)
             target.clear()
             return target.path
 

@@ -33,12 +33,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from infinity.api.checkpoint import Progress
 from infinity.core.errors import DataError, InfinityError
 from infinity.storage.folder import failed
 from infinity.storage.tensor_header import NAMES
-from infinity.storage.torch_file import check_archive, load_bytes, part, refused
 
-from .checkpoint import Progress
 from .foreign import (
     MOMENTS,
     Extent,
@@ -58,6 +57,7 @@ from .foreign import (
     texts_beside,
     write,
 )
+from .torch_file import check_archive, load_bytes, part, refused
 
 _PROGRAM: Final = "torch.distributed.checkpoint"
 _METADATA: Final = ".metadata"
