@@ -3,10 +3,10 @@
     python benchmarks/interrupts.py --rounds 10 --output interrupts.json
 
 Needs root, FUSE and what builds tests/faultfs.c. Everything of a small run is on a drive whose server is
-stopped (SIGSTOP) as a forward, a backward, a `step()`, a save or (in a script) a sleep begins: from then on
+stopped (SIGSTOP) as a forward, a backward, a `step()`, a save or a sleep begins: from then on
 whoever reads, writes, opens, removes or asks anything there waits. SIGINT comes a moment later. Printed are
-seconds, median and most, until the run has "said" that it was interrupted; until all of ours is "over" (a
-script's Python takes torch's modules apart then); until its main thread has "ended"; and until it is "gone".
+seconds, median and most, until the run has "said" that it was interrupted; until all of ours is "over"
+(Python takes torch's modules apart then); until its main thread has "ended"; and until it is "gone".
 What waits in the kernel for a block device hears no signal, so "gone" comes when the driver gives up.
 """
 
@@ -32,7 +32,6 @@ from runner import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from tests.command_line import TEXT, words
 from tests.faults import FaultFS, block_drive, build, missing_means
 
 PLACES = ("forward", "backward", "step", "save", "sleep")
@@ -85,33 +84,12 @@ while True:
     sleep()
 """
 )
-_TRAIN = (
-    _GATE
-    + """
-import torch
-import infinity.cli.training as training
-from infinity.cli.main import main
-
-from infinity.optim.optimizer import OffloadOptimizer
-training.Training._loss = gate("forward", training.Training._loss)
-torch.Tensor.backward = gate("backward", torch.Tensor.backward)
-OffloadOptimizer.step = gate("step", OffloadOptimizer.step)
-training.save = gate("save", training.save)
-sys.argv[1:] = sys.argv[4:]
-main()
-"""
-)
 
 
 @contextlib.contextmanager
-def started(kind: str, place: str, drive: str, means: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(place: str, drive: str, means: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run."""
-    arguments = [sys.executable, "-u", "-c", _LOOP if kind == "loop" else _TRAIN, place, drive, means]
-    if kind == "train":
-        text = folder / "text.py"
-        text.write_text(TEXT)
-        arguments += ["train", *words(str(text), drive, "--steps", "1000", "--save-every", "1")]
-        arguments += ["--keep-last", "1", "--output", f"{drive}/run"]
+    arguments = [sys.executable, "-u", "-c", _LOOP, place, drive, means]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     process = subprocess.Popen(arguments, cwd=ROOT, preexec_fn=default, start_new_session=True, **pipes)
@@ -155,7 +133,7 @@ def threads(pid: int) -> list[str]:
     return sorted(found)
 
 
-def one(kind: str, place: str, means: str, binary: Path, look: float | None) -> dict[str, Any]:
+def one(place: str, means: str, binary: Path, look: float | None) -> dict[str, Any]:
     """Interrupt one run; return the seconds that it took."""
     with (
         tempfile.TemporaryDirectory(prefix="infinity-interrupts-") as name,
@@ -165,7 +143,7 @@ def one(kind: str, place: str, means: str, binary: Path, look: float | None) -> 
         else contextlib.nullcontext(str(fs.path)) as drive,
     ):
         try:
-            with started(kind, place, drive, means, Path(name)) as process:
+            with started(place, drive, means) as process:
                 assert process.stdin is not None
                 assert process.stderr is not None
                 read_until(process, f"at {place}".encode())
@@ -181,7 +159,7 @@ def one(kind: str, place: str, means: str, binary: Path, look: float | None) -> 
                     now = time.monotonic() - began
                     if select.select([process.stderr], [], [], 0.005)[0]:
                         err += os.read(process.stderr.fileno(), 1 << 16)
-                    if took["said"] is None and (b"\ninterrupted\n" in err or b"KeyboardInterrupt" in err):
+                    if took["said"] is None and (b"KeyboardInterrupt" in err):
                         took["said"] = now
                     if took["over"] is None and b"over\n" in err:
                         took["over"] = now
@@ -206,7 +184,6 @@ def main() -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--kind", choices=("loop", "train"), action="append")
     parser.add_argument("--place", choices=PLACES, action="append")
     parser.add_argument("--drive", choices=("block", "fuse"), default="block", help="fuse: as a network's")
     parser.add_argument("--look", type=float, help="seconds after which a run says where its threads are")
@@ -218,13 +195,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="infinity-interrupts-") as name:
         binary = build(Path(name))
         for _ in range(options.rounds):
-            for kind in options.kind or ("loop", "train"):
-                for place in options.place or PLACES:
-                    if kind == "train" and (place == "sleep" or options.drive == "fuse"):
-                        continue  # it never sleeps; and it builds its model in a mapped file
-                    found.setdefault(f"{kind}, {place}", []).append(
-                        one(kind, place, options.drive, binary, options.look)
-                    )
+            for place in options.place or PLACES:
+                found.setdefault(place, []).append(one(place, options.drive, binary, options.look))
     rows: dict[str, Any] = {}
     for case, runs in found.items():
         cells, rows[case] = [], {"runs": len(runs)}

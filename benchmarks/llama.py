@@ -37,9 +37,9 @@ class Llama:
         return self.blocks + 2 * self.head + (2 * self.layers + 1) * self.width
 
     def flops(self, batch: int, sequence: int) -> dict[str, float]:
-        """Return the FLOPs of a step. ``model``: by [Note: MFU] in infinity/cli/flops.py. ``device``: what is
-        computed: the blocks' forward twice, no product for the embedding, and attention only to what is
-        before a token."""
+        """Return the FLOPs of a step. ``model``: as in a model FLOPs utilisation (2204.02311, appendix B).
+        ``device``: what is computed: the blocks' forward twice, no product for the embedding, and attention
+        only to what is before a token."""
         tokens, attention = batch * sequence, self.layers * self.width * sequence
         return {
             "model": tokens * (6.0 * self.parameters + 12 * attention),

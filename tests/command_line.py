@@ -133,13 +133,13 @@ def nvme(tmp_path: Path) -> str:
     return str(folder)
 
 
-def words(text: str, nvme: str, *more: str, width: int = 64) -> list[str]:
-    """The options of a run of a tiny model with everything on NVMe."""
+def words(nvme: str, *more: str, width: int = 64) -> list[str]:
+    """The options of `infinity plan` for a tiny model with everything on NVMe."""
     size = ["--layers", "2", "--width", str(width), "--heads", "2", "--batch", "2", "--sequence", "32"]
     engine = ["--device", "cpu", "--dtype", "fp32", "--chunk-elements", "65536", "--nvme", nvme]
     places = [f"--{kind}=nvme" for kind in ("parameters", "optimizer-state", "gradients")]
-    budgets = ["--host-memory", "64MiB", "--device-memory", "32MiB", "--sample-tokens", "0"]
-    return [*size, "--data", text, *engine, *places, *budgets, *more]
+    budgets = ["--host-memory", "64MiB", "--device-memory", "32MiB"]
+    return [*size, *engine, *places, *budgets, *more]
 
 
 def give_tokenizer(path: Path, text: str) -> None:

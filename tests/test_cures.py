@@ -1,5 +1,5 @@
-"""Cures are literal: each that `plan`, `train` and `wrap` print for budgets and places is applied as it is
-printed, and then it fits. Drives are small file systems in memory."""
+"""Cures are literal: each that `plan` and `wrap` print for budgets and places is applied as it is printed,
+and then it fits. Drives are small file systems in memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from infinity.storage.memory import HostMapping
 
 from .command_line import mounted, need_root
 from .offloaded import wrap_adamw
+from .planned import planned
 from .quick import covering
 
 EXAMPLE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
-TEXT = "def f(x):\n    return x + 1\n\n" * 2000
 #: 0.5 M parameters: 2 MB as it is built, 9 MB on NVMe.
 SMALL = ["--device", "cpu", "--dtype", "bf16", "--layers", "2", "--width", "128", "--heads", "4"]
-SHORT = ["--batch", "2", "--sequence", "32", "--steps", "2", "--sample-tokens", "0", "--no-save"]
+SHORT = ["--batch", "2", "--sequence", "32"]
 ON_NVME = ["--parameters", "nvme", "--optimizer-state", "nvme", "--gradients", "nvme"]
 CHUNKS = ["--chunk-elements", "65536"]
 
@@ -49,6 +49,12 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
     capsys.readouterr()
     code = run([*arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
+
+
+def train(*arguments: str) -> None:
+    """Train a step as `plan` was told; it has to fit."""
+    with planned(*arguments) as made:
+        made.step()
 
 
 def alternatives(cure: str) -> list[tuple[str, int]]:
@@ -76,32 +82,22 @@ def applied(arguments: list[str], text: str, directory: str) -> list[str]:
     return [*kept, *words]
 
 
-def check_cures(capsys: pytest.CaptureFixture[str], arguments: list[str], text: Path | None) -> list[str]:
-    """`plan` and (with a `text`) `train` refuse; each alternative of the cure fits, and trains."""
+def check_cures(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], *, trains: bool = True
+) -> list[str]:
+    """`plan` refuses; each alternative of the cure fits, and trains."""
     code, result = command(capsys, "plan", *arguments)
     assert code == 1
     [cure] = {p["cure"] for p in result["problems"]}
-    train = [*arguments, "--data", str(text)]
-    if text is not None:
-        code, refused = command(capsys, "train", *train)
-        assert (code, refused["error"]["type"]) == (2, "BudgetError")
-        assert [t for t, _ in alternatives(refused["error"]["cure"])] == [t for t, _ in alternatives(cure)]
     found = alternatives(cure)
     for words, room in found:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(drives(room))[0] if room else ""
             code, result = command(capsys, "plan", *applied(arguments, words, directory))
             assert (code, result["problems"]) == (0, []), words
-            if text is not None:
-                assert command(capsys, "train", *applied(train, words, directory))[0] == 0, words
+            if trains:
+                train(*applied(arguments, words, directory))
     return [words for words, _ in found]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.py"
-    path.write_text(TEXT)
-    return path
 
 
 BUDGETS = {
@@ -118,28 +114,26 @@ BUDGETS = {
 
 @pytest.mark.root
 @pytest.mark.parametrize("case", BUDGETS)
-def test_budgets(case: str, capsys: pytest.CaptureFixture[str], text: Path) -> None:
+def test_budgets(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     with drives(64 * MiB) as [drive]:
-        check_cures(capsys, [*SMALL, *SHORT, *BUDGETS[case], "--nvme", drive], text)
+        check_cures(capsys, [*SMALL, *SHORT, *BUDGETS[case], "--nvme", drive])
 
 
-def test_budgets_without_a_directory(capsys: pytest.CaptureFixture[str], text: Path) -> None:
+def test_budgets_without_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
     host = ["--host-memory", "2MiB", "--device-memory", "16MiB", *CHUNKS]
-    found = check_cures(capsys, [*SMALL, *SHORT, *host], text)
+    found = check_cures(capsys, [*SMALL, *SHORT, *host])
     assert any("--nvme DIR" in words for words in found) or any("--host-memory" in words for words in found)
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["optimizer-state", "parameters", "gradients"])
-def test_nvme_without_a_directory(kind: str, capsys: pytest.CaptureFixture[str], text: Path) -> None:
-    found = check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, f"--{kind}", "nvme"], text)
+def test_nvme_without_a_directory(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, f"--{kind}", "nvme"])
     assert any("--nvme DIR" in words for words in found)
 
 
 @pytest.mark.root
-def test_a_drive_without_room_for_the_model_as_it_is_built(
-    capsys: pytest.CaptureFixture[str], text: Path
-) -> None:
+def test_a_drive_without_room_for_the_model_as_it_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     """The arena alone would fit: 9 MB, and 2 MB of scratch."""
     with drives(64 * MiB) as [large]:
         _, result = command(capsys, "plan", *SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", large)
@@ -149,16 +143,14 @@ def test_a_drive_without_room_for_the_model_as_it_is_built(
         with drives(there["needed"] - short) as [drive]:
             arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", drive]
             if short:
-                check_cures(capsys, arguments, text)
+                check_cures(capsys, arguments)
             else:
                 assert command(capsys, "plan", *arguments)[0] == 0
-                assert command(capsys, "train", *arguments, "--data", str(text))[0] == 0
+                train(*arguments)
 
 
 @pytest.mark.root
-def test_a_drive_with_just_the_room_on_ext4(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
-) -> None:
+def test_a_drive_with_just_the_room_on_ext4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A file system that takes space for its own notes."""
     need_root()
     image, place = tmp_path / "image", tmp_path / "drive"
@@ -174,24 +166,24 @@ def test_a_drive_with_just_the_room_on_ext4(
         with (place / "mine").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, (there["free"] - there["needed"]) // 4096 * 4096)
         assert command(capsys, "plan", *arguments)[0] == 0
-        assert command(capsys, "train", *arguments, "--data", str(text))[0] == 0
+        train(*arguments)
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
 
 
 @pytest.mark.root
-def test_two_drives_of_unequal_size(capsys: pytest.CaptureFixture[str], text: Path) -> None:
+def test_two_drives_of_unequal_size(capsys: pytest.CaptureFixture[str]) -> None:
     """Each is checked; together they would have the room."""
     with drives(3 * MiB, 64 * MiB) as both:
         named = [w for drive in both for w in ("--nvme", drive)]
-        check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named], text)
+        check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named])
         budgets = ["--host-memory", "5MiB", "--device-memory", "2MiB"]
-        check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named, *budgets], text)
+        check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named, *budgets])
 
 
 @pytest.mark.root
 @pytest.mark.parametrize("order", [1, -1])
-def test_scratch_goes_where_there_is_room(order: int, capsys: pytest.CaptureFixture[str], text: Path) -> None:
+def test_scratch_goes_where_there_is_room(order: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The smaller drive has room for its arena and for nothing else, whether it comes first or last."""
     with drives(64 * MiB, 64 * MiB) as both:
         named = [w for drive in both for w in ("--nvme", drive)]
@@ -202,11 +194,11 @@ def test_scratch_goes_where_there_is_room(order: int, capsys: pytest.CaptureFixt
         named = [w for drive in both for w in ("--nvme", drive)]
         arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named]
         assert command(capsys, "plan", *arguments)[0] == 0
-        assert command(capsys, "train", *arguments, "--data", str(text))[0] == 0
+        train(*arguments)
 
 
 def test_no_room_where_a_model_is_built(
-    capsys: pytest.CaptureFixture[str], text: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No directory is named: the model stands in the directory for temporary files."""
     with drives(MiB) as [drive]:
@@ -219,23 +211,21 @@ def test_no_room_where_a_model_is_built(
     assert code == 1
     [(words, room)] = alternatives(cure)
     with drives(room) as [drive]:
-        assert command(capsys, "train", *applied(arguments, words, drive), "--data", str(text))[0] == 0
+        train(*applied(arguments, words, drive))
 
 
-def test_a_directory_that_is_misspelt(capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_misspelt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     missing = str(tmp_path / "no such" / "run")
     arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", missing]
-    for verb in (["plan"], ["train", "--data", str(text)]):
-        code, result = command(capsys, *verb, *arguments)
-        assert (code, result["error"]["type"]) == (2, "DirectoryError")
-        subprocess.run(result["error"]["cure"], shell=True, check=True, timeout=20)
-        assert command(capsys, *verb, *arguments)[0] == 0
-        subprocess.run(["rm", "-r", str(tmp_path / "no such")], check=True, timeout=20)
+    code, result = command(capsys, "plan", *arguments)
+    assert (code, result["error"]["type"]) == (2, "DirectoryError")
+    subprocess.run(result["error"]["cure"], shell=True, check=True, timeout=20)
+    train(*arguments)
 
 
 def test_activations_and_device_are_one_sum(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["--device", "cpu", "--preset", "10m", "--batch", "131072", "--sequence", "1024"]
-    found = check_cures(capsys, large, None)
+    found = check_cures(capsys, large, trains=False)
     assert any("--recompute" in words or "--batch" in words for words in found)
 
 
@@ -246,13 +236,13 @@ def test_activations_beside_the_device_budget(capsys: pytest.CaptureFixture[str]
     code, result = command(capsys, "plan", *arguments)
     assert code == 1
     assert [p["tier"] for p in result["problems"]] == ["device"]
-    check_cures(capsys, arguments, None)
+    check_cures(capsys, arguments, trains=False)
 
 
 def test_a_70_b_model_is_not_sent_round_in_circles(capsys: pytest.CaptureFixture[str]) -> None:
     """Host, then NVMe, then host again: here each cure is for all tiers at once."""
     arguments = ["--preset", "llama-3.1-70b", "--machine", EXAMPLE, "--batch", "1"]
-    found = check_cures(capsys, arguments, None)
+    found = check_cures(capsys, arguments, trains=False)
     assert any("nvme" in words for words in found)
 
 

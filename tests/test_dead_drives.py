@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from .cgroup import unavailable
-from .command_line import started, words
-from .faults import FaultFS, block_drive, build, missing_means
+from .command_line import started
+from .faults import FaultFS, build, missing_means
 
 pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.serial]
 
@@ -143,45 +143,3 @@ def test_a_backward_of_a_device_ends(closes: str, faultfs: Path, tmp_path: Path)
     """Autograd makes it on a thread of its own, and the main thread, which hears signals, waits in C++."""
     said = ended_by_an_interrupt(_BACKWARD, faultfs, tmp_path, closes)
     assert "backward" in said
-
-
-_TRAIN = """
-import sys
-import infinity.cli.training as training
-from infinity.cli.main import main
-saves, inner = [], training.save
-def save(*args, **more):
-    saves.append(1)
-    if len(saves) == 2:
-        print("now", flush=True)
-        sys.stdin.readline()
-    return inner(*args, **more)
-training.save = save
-main()
-"""
-
-
-@pytest.mark.integration
-@pytest.mark.usefixtures("own_environment")
-def test_a_run_ends_amid_a_save(faultfs: Path, tmp_path: Path, text: str) -> None:
-    with (
-        FaultFS(faultfs, tmp_path / "fs") as fs,
-        block_drive(fs, tmp_path, 96 << 20) as drive,
-    ):
-        options = words(text, drive, "--steps", "1000", "--save-every", "1", "--output", f"{drive}/run")
-        arguments = ("-c", _TRAIN, "train", *options)
-        with started(*arguments, stdin=subprocess.PIPE, preexec_fn=interruptible) as child:
-            try:
-                read_until(child, "stdout", "now", 150)
-                fs.stop()
-                assert child.stdin is not None
-                print(file=child.stdin, flush=True)
-                time.sleep(0.5)
-                child.send_signal(signal.SIGINT)
-                said = read_until(child, "stderr", "\ninterrupted\n", LIMIT)
-            finally:
-                fs.unmount()
-            assert child.wait(LIMIT) == 130
-    assert "1 of the 2 steps are lost. The newest whole checkpoint is" in said
-    assert f"`infinity train --resume --output {drive}/run` goes on from it." in said
-    assert "Traceback" not in said

@@ -16,6 +16,7 @@ from infinity.cli.machine import load_machine
 from infinity.cli.main import run
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import GiB
+from infinity.planning.cures import as_options
 
 from .command_line import python
 from .quick import covering
@@ -29,6 +30,11 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
     capsys.readouterr()
     code = run(["plan", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)
+
+
+def options_of(found: dict[str, Any]) -> list[str]:
+    """Return the settings that `--fit` has found, as options."""
+    return [*shlex.split(as_options(found["settings"])), *["--recompute"] * found["recompute"]]
 
 
 def machine(folder: Path, **sections: Any) -> str:
@@ -173,12 +179,11 @@ def test_no_placement_that_fits_is_faster(
     case = ["--machine", path, *MODEL, *CHUNKS]
     code, best = plan(capsys, *case, "--fit")
     assert code == 0
-    words = shlex.split(best["command"])
-    assert words[:2] == ["infinity", "train"]
-    # The command is the run that was planned.
-    code, again = plan(capsys, "--machine", path, *words[2:])
+    words = options_of(best)
+    # The settings are those of the run that was planned.
+    code, again = plan(capsys, "--machine", path, *MODEL, *words)
     assert code == 0
-    assert again == {k: v for k, v in best.items() if k != "command"}
+    assert again == {k: v for k, v in best.items() if k not in ("settings", "recompute")}
     kinds = ("--parameters", "--optimizer-state", "--gradients")
     fitted = 0
     recompute = ["--recompute"] if "--recompute" in words else []
@@ -201,31 +206,12 @@ def test_chunks_are_smaller_where_nothing_fits_without(
     assert code == 1
     code, best = plan(capsys, *case, "--chunk-elements", "1048576", "--fit")
     assert code == 0
-    words = shlex.split(best["command"])
+    words = options_of(best)
     assert words[words.index("--chunk-elements") + 1] == "262144"
     assert "--recompute" not in words
-    code, again = plan(capsys, "--machine", path, *words[2:])
+    code, again = plan(capsys, "--machine", path, *MODEL, *words)
     assert code == 0
-    assert again == {k: v for k, v in best.items() if k != "command"}
-
-
-def test_the_command_trains_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = tmp_path / "text.py"
-    text.write_text("def f(x):\n    return x + 1\n\n" * 2000)
-    drive = tmp_path / "a drive"
-    drive.mkdir()
-    limits = ["--host-memory", "24MiB", "--device-memory", "9MiB", "--device", "cpu", *CHUNKS]
-    short = ["--steps", "2", "--sample-tokens", "0", "--data", str(text), "--nvme", str(drive)]
-    short += ["--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*norm*"]
-    code, result = plan(capsys, *MODEL, *limits, *short, "--fit")
-    assert code == 0
-    words = shlex.split(result["command"])
-    assert "nvme" in result["command"]
-    assert run([*words[1:], "--json"]) == 0
-    trained = json.loads(capsys.readouterr().out)
-    for row in trained["planned_and_measured"]:
-        more = 32 << 20 if row["what"].startswith("process") else 8192
-        assert row["measured"] <= row["planned"] * 1.05 + more, row
+    assert again == {k: v for k, v in best.items() if k not in ("settings", "recompute")}
 
 
 def test_fit_says_what_is_missing_when_nothing_fits(
@@ -234,7 +220,7 @@ def test_fit_says_what_is_missing_when_nothing_fits(
     path = machine(tmp_path, host={"memory": "1MiB"})
     code, result = plan(capsys, "--machine", path, *MODEL, *CHUNKS, "--fit")
     assert code == 1
-    assert "command" not in result
+    assert "settings" not in result
     assert "no setting is enough" in result["problems"][0]["cure"]
 
 
@@ -243,7 +229,7 @@ def test_too_little_memory_and_no_room_where_checkpoints_go(
 ) -> None:
     small = {"directory": "/drives/small", "capacity": "100MB"}
     large = {"directory": "/drives/large", "capacity": "1GB"}
-    words = ["--nvme", "/drives/small", "--save-every", "1", *MODEL, *CHUNKS]
+    words = ["--nvme", "/drives/small", *MODEL, *CHUNKS]
     path = machine(tmp_path, host={"memory": "30MiB"}, drives=[small])
     code, result = plan(capsys, "--machine", path, *words, "--output", "/drives/small/run")
     assert code == 1

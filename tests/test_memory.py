@@ -19,7 +19,7 @@ MIB = 1 << 20
 #: Trains a Llama of a preset and prints a JSON object. Arguments: directory, layers, width, dtype, budgets,
 #: placement, steps, recompute.
 TRAIN = """
-import dataclasses, json, sys
+import json, sys
 import torch
 torch.set_num_threads(1)
 import infinity
@@ -28,11 +28,17 @@ from infinity.api.engine import engine_of
 from infinity.cli.measure import Peak
 from infinity.cli.settings import ModelSettings, RunSettings
 from infinity.cli.workload import Workload
+from transformers import AutoModelForCausalLM
 
 nvme, layers, width, dtype, device, host, where, steps, seed = sys.argv[1:]
 def workload_of(layers, width):
     size = ModelSettings(layers=layers, width=width, heads=4)
-    return Workload(dataclasses.replace(RunSettings.default(), model=size))
+    return Workload(RunSettings(size))
+
+def build(workload):
+    model = AutoModelForCausalLM.from_config(workload.hf_config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
 
 workload = workload_of(int(layers), int(width))
 config = infinity.Config(
@@ -40,22 +46,22 @@ config = infinity.Config(
     parameters=where, optimizer_state=where, gradients=where, chunk_elements=262144, threads=1,
 )
 # What torch takes at the first use of its parts (it imports its compiler) is not the engine's.
-warm = workload_of(1, 64).build(recompute=True).to(config.compute_dtype)
+warm = build(workload_of(1, 64)).to(config.compute_dtype)
 warm_tokens = torch.zeros(2, 64, dtype=torch.long)
-Workload.loss(warm, warm_tokens, warm_tokens).backward()
+warm(warm_tokens, labels=warm_tokens, use_cache=False).loss.backward()
 torch.optim.AdamW(warm.parameters()).step()
 del warm
 with Peak(interval=0.002) as peak:
     torch.manual_seed(int(seed))
     with infinity.init(config):
-        model = workload.build(recompute=True)
+        model = build(workload)
     built = peak.nbytes
     numel = sum(p.numel() for p in model.parameters())
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     losses = []
     for step in range(int(steps)):
-        tokens = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(step))
-        loss = workload.loss(model, tokens[:, :-1], tokens[:, 1:])
+        tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(step))
+        loss = model(tokens, labels=tokens, use_cache=False).loss
         optimizer.scale(loss).backward()
         optimizer.step()
         optimizer.zero_grad()

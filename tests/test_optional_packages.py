@@ -104,7 +104,7 @@ def test_inference_blames_a_broken_package_and_no_model(tmp_path: Path) -> None:
     assert "the model in" not in done.stdout
 
 
-def test_what_needs_no_transformers_goes_on_without_it(text: str, nvme: str, tmp_path: Path) -> None:
+def test_what_needs_no_transformers_goes_on_without_it(nvme: str, tmp_path: Path) -> None:
     """And what needs it names the extra."""
     model = tmp_path / "model"
     model.mkdir()
@@ -120,16 +120,15 @@ def test_what_needs_no_transformers_goes_on_without_it(text: str, nvme: str, tmp
         return python("-c", code, *arguments)
 
     fine = (
-        ["plan", *words(text, nvme)],
+        ["plan", *words(nvme)],
         ["doctor", nvme],
-        ["bench", "step", *words(text, nvme)[:6], "--placement", "all-on-host", "--directory", nvme],
+        ["bench", "step", *words(nvme)[:6], "--placement", "all-on-host", "--directory", nvme],
     )
     for arguments in fine:
         done = without(*arguments)
         assert done.returncode in (0, 1), done.stderr
         assert "Traceback" not in done.stderr
-    for arguments in (["train", *words(text, nvme)], ["generate", str(model), "--prompt", "a"]):
-        done = without(*arguments)
-        assert done.returncode == 2, done.stderr
-        assert "transformers is not installed" in done.stderr
-        assert "pip install 'infinity-offload[hf]'" in done.stderr
+    done = without("plan", "--init-from", str(model))
+    assert done.returncode == 2, done.stderr
+    assert "transformers is not installed" in done.stderr
+    assert "pip install 'infinity-offload[hf]'" in done.stderr

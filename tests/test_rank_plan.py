@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from infinity.core.config import Config
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import MiB
 from infinity.hardware.launch import first_host, launched
+from infinity.planning.cures import as_options
 
 from .command_line import words
 from .ranks import all_well, run_ranks
@@ -88,10 +90,8 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
     return found
 
 
-def test_ranks_share_the_state_and_a_machine(
-    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    common = words(text, nvme, "--width", "128", "--host-memory", "64MiB", "--device-memory", "64MiB")
+def test_ranks_share_the_state_and_a_machine(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = words(nvme, "--width", "128", "--host-memory", "64MiB", "--device-memory", "64MiB")
     alone, four = (
         planned(capsys, *common, *more) for more in ((), ("--ranks", "4", "--ranks-per-node", "2"))
     )
@@ -107,22 +107,20 @@ def test_ranks_share_the_state_and_a_machine(
 
 
 def test_a_cure_names_the_memory_of_all_ranks_of_a_machine(
-    text: str, nvme: str, capsys: pytest.CaptureFixture[str]
+    nvme: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = [*words(text, nvme), "--ranks", "4", "--ranks-per-node", "2"]
+    common = [*words(nvme), "--ranks", "4", "--ranks-per-node", "2"]
     short = planned(capsys, *common, "--host-memory", "256KiB", code=1)
     cure = short["problems"][0]["cure"].split(", or ")[0].split()
     assert cure[0] == "--host-memory"
     assert planned(capsys, *common, *cure)["fits"]
-    fitting = planned(capsys, *common, "--fit")["command"]
-    begin = "torchrun --nnodes 2 --nproc-per-node 2 -m infinity train "
-    assert fitting.startswith(begin)
-    options = fitting.removeprefix(begin).split()
-    assert planned(capsys, *options, "--ranks", "4", "--ranks-per-node", "2")["fits"]
+    fitting = planned(capsys, *common, "--fit")["settings"]
+    options = shlex.split(as_options({k: v for k, v in fitting.items() if k != "nvme"}))
+    assert planned(capsys, *common, *options, "--ranks", "4", "--ranks-per-node", "2")["fits"]
 
 
-def test_what_is_refused_of_ranks(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    common = words(text, nvme)
+def test_what_is_refused_of_ranks(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = words(nvme)
     for more, what in (
         (("--ranks", "0"), "--ranks cannot be used"),
         (("--ranks", "2", "--ranks-per-node", "3"), "--ranks-per-node cannot be used"),
@@ -202,8 +200,8 @@ infinity.close(adam)
     assert all_well(run_ranks(2, script, environment=said)) == ["0 2 0 2\n", "1 2 1 2\n"]
 
 
-def test_a_plan_shows_what_muon_takes(text: str, nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    common = words(text, nvme, "--width", "128", "--host-memory", "64MiB", "--device-memory", "64MiB")
+def test_a_plan_shows_what_muon_takes(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = words(nvme, "--width", "128", "--host-memory", "64MiB", "--device-memory", "64MiB")
     common += ["--optimizer", "muon"]
     alone, two = (planned(capsys, *common, *more) for more in ((), ("--ranks", "2")))
     assert alone["matrices"]["largest"] == two["matrices"]["largest"]

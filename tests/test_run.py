@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from torch import nn
 import infinity
 from infinity.core.errors import ConfigError, DirectoryError, StateDictError
 from infinity.storage.checkpoints import find, list_checkpoints
-from infinity.storage.folder import lock_directory
+from infinity.storage.folder import Claim, lock_directory
 
-from .command_line import ROOT, mounted, started, wait_for_line, words
+from .command_line import ROOT, mounted, started, wait_for_line
 from .offloaded import wrap_adamw
 from .ranks import Result, run_ranks
 
@@ -292,6 +291,50 @@ def test_a_full_disk_at_the_last_save(tmp_path: Path) -> None:
         os.unlink(f"{place}/run/theirs")
         out, _ = made(*program(f"{place}/run", 12, width=256))
         assert out.startswith("begins 5\n")
+
+
+def test_what_a_killed_run_had_claimed(tmp_path: Path) -> None:
+    """It is free at once; and what a claim has made goes with it, unless there is something in it."""
+    root = str(tmp_path / "above" / "out")
+    code = (
+        "import sys, time; from infinity.storage.folder import Claim\n"
+        "with Claim(sys.argv[1]): print('ready', flush=True); time.sleep(100)"
+    )
+    with started("-c", code, root) as child:
+        wait_for_line(child, "ready")
+        with pytest.raises(DirectoryError, match="another run"):
+            Claim(root).__enter__()
+        child.send_signal(signal.SIGKILL)
+        child.wait(30)
+    assert os.listdir(root), "its file has stayed"
+    assert list_checkpoints(root) == []
+    with Claim(root):
+        pass
+    assert os.listdir(root) == [], "the directory was there before"
+    os.removedirs(root)
+    with Claim(root):
+        assert os.path.isdir(root)
+    assert not os.path.exists(tmp_path / "above")
+
+
+def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
+    """Its files are in the index, so that text can be made from the checkpoint alone."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words_ = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words_.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_, unk_token="[UNK]")
+    model = torch.nn.Linear(4, 4)
+    model, adam = wrap_adamw(model, infinity.Config(device="cpu"))
+    path = infinity.save(adam, tmp_path / "out", state={"tokenizer": tokenizer, "n": 3})
+    assert infinity.load(adam, path, state={"tokenizer": tokenizer, "n": 0}) == {"n": 3}
+    infinity.close(adam)
+    folder = tmp_path / "again"
+    folder.mkdir()
+    for name, content in find(path).content["texts"].items():
+        (folder / name).write_text(content)
+    assert PreTrainedTokenizerFast.from_pretrained(folder)("a b")["input_ids"] == [0, 1]
 
 
 # -- several ranks ----------------------------------------------------------------------------
@@ -699,60 +742,6 @@ def test_a_run_without_checkpoints(optimizer: torch.optim.Optimizer, tmp_path: P
             step_of(optimizer)
     assert run.step == 2
     assert not os.listdir(tmp_path)
-
-
-@pytest.mark.integration
-@pytest.mark.usefixtures("own_environment")
-def test_a_command_on_ranks_says_once_that_another_run_has_its_directory(
-    text: str, nvme: str, tmp_path: Path
-) -> None:
-    command = words(text, nvme, "--steps", LONG, "--threads", "1", "--output", str(tmp_path / "out"))
-    with started("-m", "infinity", "train", *command) as child:
-        wait_for_line(child, "step 1/")
-        script = "from infinity.cli.main import main\nmain()\n"
-        results = run_ranks(2, script, "train", *command, seconds=100)
-    assert [code for code, *_ in results] == [2, 2], results
-    said = [err for *_, err in results if err]
-    assert len(said) == 1
-    assert said[0].startswith(f"error: rank 0: another run into {tmp_path}/out is under way\n")
-
-
-# -- infinity train ---------------------------------------------------------------------------
-
-
-@pytest.mark.integration
-@pytest.mark.usefixtures("own_environment")
-def test_the_command_is_such_a_run(text: str, nvme: str, tmp_path: Path) -> None:
-    """It saves by the clock and after SIGUSR1, and its log has times and an id, which it keeps."""
-    root, log = str(tmp_path / "out"), tmp_path / "log"
-    more = ["--output", root, "--json-log", str(log), "--keep-last", "9"]
-    command = ["-m", "infinity", "train", *words(text, nvme, "--steps", LONG, *more)]
-    with started(*command, preexec_fn=usual_signals) as child:
-        wait_for_line(child, "step 1/")
-        child.send_signal(signal.SIGUSR1)
-        wait_for_line(child, "saved ")
-        wait_for_line(child, "step ")
-        child.terminate()
-        _, err = child.communicate(timeout=60)
-    assert child.returncode == 75, err
-    assert len(list_checkpoints(root)) == 2
-    steps = find(root).step
-    again = ["--resume", "--output", root, "--steps", str(steps + 2), "--save-minutes", "0"]
-    with started("-m", "infinity", "train", *again) as child:
-        out, err = child.communicate(timeout=100)
-    assert child.returncode == 0, err
-    assert "changed: --save-minutes default → 0.0\n" in out
-    assert [found.step for found in list_checkpoints(root)][2:] == [steps + 1, steps + 2]
-    lines = lines_of(log)
-    assert [line["step"] for line in lines] == [*range(1, steps + 3)]
-    assert len({line["run"] for line in lines}) == 1
-    times = [datetime.fromisoformat(line["time"]) for line in lines]
-    assert times == sorted(times)
-
-
-def usual_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
 
 
 # -- docs/runs.md -----------------------------------------------------------------------------

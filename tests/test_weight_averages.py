@@ -189,10 +189,7 @@ AVERAGES: dict[str, Any] = {"swa": torchs("swa"), "ema": torchs("ema"), "diffuse
 @pytest.mark.parametrize("parameters", ["device", "nvme"])
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(k, marks=pytest.mark.integration if k in ("diffusers", "timm") else ())
-        for k in AVERAGES
-    ],
+    [pytest.param(k, marks=pytest.mark.integration if k in ("diffusers", "timm") else ()) for k in AVERAGES],
 )
 def test_averages_are_those_of_torch(kind: str, parameters: str, tmp_path: Path) -> None:
     averages = []

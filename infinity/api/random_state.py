@@ -25,14 +25,6 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def seed_generators(seed: int, rank: int) -> None:
-    """Seed all generators; numpy takes 32 bits of a seed. Torch's generators have the same seed on every
-    rank, until `wrap` gives each rank its own."""
-    torch.manual_seed(seed)
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % (1 << 32))
-
-
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore the states that `random_state` returned; a generator that it did not have stays."""
     torch.set_rng_state(state["torch"])

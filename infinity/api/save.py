@@ -76,7 +76,7 @@ def save(
             with keys of these, and objects whose `state_dict` consists of these (schedulers, samplers).
             Mappings come back as dicts (counters stay counters), deques as lists, bytearrays as bytes,
             parameters as tensors, numpy scalars and members of enums of ints or strings as the plain value. A
-            tokenizer of transformers is saved as its files, for `infinity.export` and `infinity generate`;
+            tokenizer of transformers is saved as its files, for `infinity.export`;
             `load` does not return it.
         keep_last: the number of checkpoints that stay in `path`: those that were completed last, including
             this one, whatever their steps. `save` removes the others, but not the newest one whose trained

@@ -4,16 +4,16 @@ placement with which it would be fastest."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-import shlex
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from infinity.api.ranks import check_matrices, check_ranks, check_stage
+from infinity.api.this_machine import drive_here
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError
+from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import NORM_BLOCK, Tier, parse_size
 from infinity.hardware.launch import RankPlace
 from infinity.planning.cures import (
@@ -24,7 +24,6 @@ from infinity.planning.cures import (
     complete,
     cure,
     of_config,
-    placement_text,
 )
 from infinity.planning.footprint import AHEAD, SMALLEST, whole_mebibytes
 from infinity.planning.footprint import room as room_of
@@ -32,8 +31,7 @@ from infinity.planning.machine import Drive, Machine
 from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbytes, step_bounds
 
 from .machine import among, described, here
-from .output import drive_of, further, place_of
-from .settings import MOMENTS, OPTIONS, RunSettings, TrainSettings
+from .settings import MOMENTS, RunSettings, TrainSettings
 from .shape import Activations
 from .workload import workload_of
 
@@ -51,7 +49,6 @@ class Case:
 
     Args:
         machine: of a description; None: the one that this runs on.
-        planning: whether a machine that is not here may be proposed, and this process looks for all ranks.
         at: which rank.
 
     Raises:
@@ -66,7 +63,6 @@ class Case:
         run: RunSettings,
         machine: Machine | None = None,
         *,
-        planning: bool = True,
         at: RankPlace = _ALONE,
     ) -> None:
         self.run = run
@@ -77,16 +73,17 @@ class Case:
 
         def seen(config: Config) -> Machine:
             if machine is None:
-                return here(config, unnamed=self.unnamed, planning=planning)
+                return here(config, unnamed=self.unnamed)
             return described(machine, config, unnamed=self.unnamed)
 
         self.config = self._of_rank(settings)
         first = at.rank - at.local_rank
-        self.machine = among(seen, settings, first, at.local_world, at.local_rank, for_all=planning)
+        self.machine = among(seen, settings, first, at.local_world, at.local_rank)
         self.machine = dataclasses.replace(self.machine, ranks=at.world, local_ranks=at.local_world)
-        self.place = place_of(run, () if self.unnamed else self.config.directories)
-        if self.place is not None:
-            self.machine = dataclasses.replace(self.machine, output=drive_of(self.place, machine))
+        self.place: str | None = None
+        if run.train.output is not None:
+            self.place = os.path.abspath(os.path.expanduser(run.train.output))
+            self.machine = dataclasses.replace(self.machine, output=_drive_of(self.place, machine))
         # The job's first rank alone builds the model: on its machine.
         scratch = self.workload.scratch() if at.rank == at.local_rank else ()
         model = self.workload.planned(self.config)
@@ -117,7 +114,7 @@ class Case:
         if not text:
             changes = list(self._changes())
             # Both too little memory, say, and too little room where checkpoints go.
-            moved = [] if self.place is None or self.run.train.resume else changes
+            moved = [] if self.place is None else changes
             others = ({**change, "output": DIRECTORY} for change in moved)
             text = cure(plan.problems, changes, self.judge, as_options, self._room_needed, others)
         if self.unnamed:
@@ -131,14 +128,12 @@ class Case:
         return dataclasses.replace(plan, problems=tuple(dataclasses.replace(p, cure=text) for p in problems))
 
     def checkpoints(self, train: TrainSettings) -> int:
-        """Return how many checkpoints come to stand at once, beside those that are there."""
-        if self.place is None or not train.save:
-            return 0
-        return further(train, self.place, here=self.described is None)
+        """Return how many checkpoints stand at once: a save completes before it removes the oldest."""
+        return 0 if train.output is None else train.keep_last + 1
 
     def _save_less(self, plan: Plan) -> str:
         """Return what to change about the checkpoints of `plan` where all else fits, or else ""."""
-        without = self.judge({"save": False, "output": None, "save_every": None, "resume": False})
+        without = self.judge({"output": None})
         if without is None or not without.fits or self.place is None:
             return ""
         found = []
@@ -146,13 +141,8 @@ class Case:
         with_fewer = self.judge(fewer) if self.run.train.keep_last > 1 else None
         if with_fewer is not None and with_fewer.fits:
             found.append(as_options(fewer))
-        if self.run.train.resume:  # its checkpoints are where they are
-            short = max(p.needed - p.available for p in plan.problems)
-            return ", or ".join([*found, f"free {room_of(short)} more on the drive of {self.place}"])
         room = self.checkpoints(self.run.train) * checkpoint_nbytes(self.planner.model, self.config)
         found.append(f"--output {DIRECTORY} ({DIRECTORY} on a drive with {room_of(room)} free)")
-        if self.run.train.output is None and self.run.train.save_every is None:
-            found.append(as_options({"save": False}))
         return ", or ".join(found)
 
     def activations(self, run: RunSettings, config: Config, room: int) -> Activations:
@@ -208,8 +198,6 @@ class Case:
         if train.output == DIRECTORY != self.run.train.output:
             there = [d for d in drives if d.directory == DIRECTORY]
             output = there[0] if there else Drive(directory=DIRECTORY, free=free, system=DIRECTORY)
-        elif train.save and train.output is None and drives:  # checkpoints go where the first directory is
-            output = drives[0]
         return dataclasses.replace(self.machine.with_drives(drives), output=output)
 
     def _offered(self) -> tuple[Drive, ...]:
@@ -371,24 +359,20 @@ def changed(run: RunSettings, change: Mapping[str, Any]) -> RunSettings:
     return dataclasses.replace(run, train=train, engine={k: v for k, v in engine.items() if v is not None})
 
 
-@functools.cache
-def _defaults() -> dict[tuple[str, str], Any]:
-    run = RunSettings.default().as_dict()
-    return {(o.section, o.name): run[o.section].get(o.name) for o in OPTIONS}
+def _drive_of(path: str, machine: Machine | None) -> Drive | None:
+    """Return the drive that `path` is on, or will be: of a described machine (None if it has none such), or
+    of this one.
 
-
-def command(run: RunSettings) -> str:
-    """Return the `infinity train` that does what `run` says."""
-    words = ["infinity", "train"]
-    said = run.as_dict()
-    for option in OPTIONS:
-        value = said[option.section].get(option.name)
-        if value is None or value == _defaults()[option.section, option.name]:
-            continue
-        if isinstance(value, bool):
-            yes, _, no = option.flags.partition("/")
-            words.append(yes if value else no)
-            continue
-        for one in value if option.kind.many else (value,):
-            words += [option.flags, shlex.quote(str(placement_text(one)))]
-    return " ".join(words)
+    Raises:
+        DirectoryError: nothing can be made there.
+    """
+    if machine is not None:
+        above = [d for d in machine.drives if os.path.commonpath([d.directory, path]) == d.directory]
+        return max(above, key=lambda d: len(d.directory), default=None)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    try:
+        return drive_here(path)
+    except DirectoryError as error:
+        error.cure = "--output DIR, a directory that this user may write to"
+        raise

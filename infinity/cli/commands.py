@@ -3,34 +3,13 @@ right."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import math
-import os
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import click
 
 from .ending import close_on_signals
 from .options import device_option, directories_argument, json_option, named
-from .settings import OPTIONS, RunCommand, read_values, run_of, run_options
-
-#: Settings of the engine that `generate` takes.
-_GENERATES: Final = (
-    *("device", "dtype", "parameters", "nvme", "device_memory", "host_memory", "units"),
-    *("chunk_elements", "block_bytes", "queue_depth", "aio_backend"),
-)
-
-
-def refuse(config_file: str | None, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where settings are wrong by themselves. Of several ranks one has to tell that, so
-    these look when they have met; and those of a run that goes on are beside its checkpoint."""
-    if any(name in os.environ for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")):
-        return
-    values = read_values(config_file, given)
-    if not values["train"].get("resume"):
-        run_of(values)
 
 
 def _imported(name: str) -> Any:
@@ -38,70 +17,6 @@ def _imported(name: str) -> Any:
     module = importlib.import_module(name)
     close_on_signals()
     return module
-
-
-@click.command("train", cls=RunCommand)
-@run_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; the rest on stderr.")
-def train_command(config_file: str | None, as_json: bool, **given: Any) -> int:
-    """Train a language model of transformers on text: a preset, or one from a directory.
-
-    Without arguments: a Llama of 30 million parameters on the sources of Python's standard library.
-    On several ranks: `torchrun --nproc-per-node N -m infinity train ...` or `srun infinity train ...`;
-    --batch is each rank's then, and losses and figures of steps are those of all. What was trained is
-    saved as a checkpoint; --resume goes on from one. SIGTERM and SIGHUP (a connection that is lost) save
-    after the step under way; a second SIGTERM, like Ctrl-C, ends at once; SIGUSR1 saves, and the run goes on.
-    Exit code 1 when it was trained but the log, the trace, what it prints or a checkpoint, on the way or at
-    the end, is not complete (then it says how many steps are lost, and which checkpoint is whole), 75 when
-    SIGTERM or SIGHUP has ended it and nothing is lost: all is saved, or the first step had not begun.
-    """
-    refuse(config_file, given)
-    return int(_imported("infinity.cli.train").train_command(config_file, as_json, given))
-
-
-def _finite(context: click.Context, option: click.Parameter, value: float) -> float:
-    if not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number.")
-    return value
-
-
-@click.command("generate", cls=RunCommand)
-@click.argument("directory", metavar="DIR")
-@click.option("--prompt", "text", help="Text to go on from.")
-@click.option(
-    "--prompts", "file", metavar="FILE", help="One prompt a line; JSON strings in a .jsonl; - is stdin."
-)
-@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="To write, at most.")
-@click.option(
-    "--batch", "at_once", type=click.IntRange(1), default=8, show_default=True, help="Prompts at once."
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    callback=_finite,
-    default=0.0,
-    show_default=True,
-    help="0: the likeliest token.",
-)
-@click.option(
-    "--seed",
-    "drawn",
-    type=click.IntRange(0, (1 << 64) - 1),  # what torch's generators take
-    default=0,
-    show_default=True,
-    help="Of what is drawn.",
-)
-@functools.partial(
-    run_options, options=[o for o in OPTIONS if o.section == "engine" and o.name in _GENERATES]
-)
-@json_option
-def generate_command(**given: Any) -> Any:
-    """Write text with the model in DIR: a Hugging Face directory, or checkpoints of infinity.
-
-    Parameters are read from where --parameters says while they are used, so the model may be larger than the
-    device and than memory. At the end: tokens per second, and what bounds them.
-    """
-    return _imported("infinity.cli.generate").generate_command(**given)
 
 
 @click.command("import-deepspeed")

@@ -1,10 +1,4 @@
-"""What commands show: what is being done, tables and warnings; and the files that they write.
-
-An output is refused before anything is done if writing it would cost a file. An existing file is kept. With
-``--overwrite`` it is replaced if it is what the same option of an earlier run wrote, and never if it is one
-that this run reads. Of a symbolic link the file that it leads to is written. Pipes and devices are written to
-as they are.
-"""
+"""What commands show: what is being done, tables and warnings."""
 
 from __future__ import annotations
 
@@ -12,12 +6,10 @@ import contextlib
 import functools
 import json
 import math
-import os
-import stat
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich import box
@@ -32,11 +24,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 
 _PAUSE = 5.0  # seconds from one line of progress to the next, where there is no terminal
-_HEAD = 4096  # bytes that say what a file is
 
 
 #: Shows a text and, if given, that `done` of `total` is complete: `tell(text, done, total)`.
@@ -144,97 +134,3 @@ def sizes(ring: Any) -> str:
 def gigabytes(rate: float) -> str:
     """Return bytes per second as GB/s."""
     return f"{rate / 1e9:.2f}" if rate >= 1e8 else f"{rate / 1e9:.3f}"
-
-
-# ---- files ----
-
-
-def check_outputs(
-    outputs: Iterable[tuple[str, str | None, Callable[[bytes], bool]]],
-    inputs: Iterable[str | os.PathLike[str]] = (),
-    *,
-    overwrite: bool | None = None,
-) -> None:
-    """Raise unless each output may be written.
-
-    Args:
-        outputs: option, path (None: not asked for), and whether the beginning of a file (bytes) is that
-            of one which the option wrote.
-        inputs: files that the command reads.
-        overwrite: whether files of earlier runs are replaced; None: they are, there is no option for it.
-
-    Raises:
-        ConfigError: a file is there, is named twice, or cannot be made.
-    """
-    reads = {_identity(os.fspath(path)) for path in inputs}
-    seen: dict[object, str] = {}
-    for option, given, is_ours in outputs:
-        if given is None:
-            continue
-        no = functools.partial(_refuse, option, given)
-        if not given:
-            no("the name of a file", "no name", f"name a file with {option}, or leave it out")
-        path = os.path.expanduser(given)
-        place = _identity(path) or os.path.realpath(path)
-        try:
-            found = os.stat(path)
-        except FileNotFoundError:
-            found = None
-        except OSError as error:
-            no("a file that this user may write to", os.strerror(error.errno or 0))
-        if found is not None and not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-            continue
-        if place in seen:
-            no("a file of its own", f"the same as {seen[place]}")
-        seen[place] = option
-        if found is None:
-            if os.path.islink(path):
-                missing = f"a link to {os.path.realpath(path)!r}, which does not exist"
-                cure = f"remove the link {path!r}, or name another file with {option}"
-                no("a file, or a link to one", missing, cure)
-            folder = os.path.dirname(os.path.abspath(path))
-            if not os.access(folder, os.W_OK | os.X_OK):
-                what = "no such directory" if not os.path.isdir(folder) else "no permission"
-                with contextlib.suppress(OSError):
-                    if os.statvfs(folder).f_flag & os.ST_RDONLY:
-                        what = "a file system that is mounted read-only"
-                no("a file in a directory that this user may write to", what)
-        elif stat.S_ISDIR(found.st_mode):
-            no("a file", "a directory")
-        elif place in reads:
-            no("a file that is only written", "a file that this run reads")
-        elif found.st_size and not is_ours(_head(path)):
-            no("a new file", f"a file of {found.st_size} bytes that {option} did not write")
-        elif found.st_size and overwrite is False:
-            cure = f"add --overwrite to replace it, or name another file with {option}"
-            no("a new file", f"that of an earlier run, {found.st_size} bytes", cure)
-
-
-def is_log(head: bytes) -> bool:
-    """Return whether a file that begins so is a log of ``--json-log``."""
-    return head.startswith(b'{"step": ') and b'"loss": ' in head
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(os.path.expanduser(path))
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _head(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(_HEAD)
-    except OSError:
-        return b""
-
-
-def _refuse(option: str, path: str, expected: str, found: str, cure: str | None = None) -> NoReturn:
-    raise ConfigError(
-        f"{option} {path!r} cannot be written",
-        expected=expected,
-        found=found,
-        cure=cure or f"name another file with {option}",
-    )

@@ -11,26 +11,10 @@ import threading
 from types import FrameType
 from typing import Any, Final
 
-from infinity.core.signals import ENDING, SAVED, Ended, end, ignore
+from infinity.core.signals import ENDING, Ended, end, ignore
 
 #: Seconds until a signal whose exception was lost is sent again: a finalizer has ended by then.
 _AGAIN: Final = 0.05
-_begun: list[bool] = []
-
-
-class Quiet(Exception):
-    """This process ends with exit code `code`; why, another one says."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-def ignore_signals() -> None:
-    """From now on SIGTERM and SIGHUP, which come to all ranks of a job, disturb no end that is under way."""
-    for number in ENDING:
-        if signal.getsignal(number) in (_end_at_once, end, ignore):
-            signal.signal(number, signal.SIG_IGN)
 
 
 def end_on_signals() -> None:
@@ -42,8 +26,6 @@ def end_on_signals() -> None:
     for number in (*ENDING, signal.SIGINT):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end_at_once)
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # it asks `train` to save, and ends nothing
-        signal.signal(signal.SIGUSR1, ignore)
 
 
 def close_on_signals() -> None:
@@ -77,34 +59,14 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(say_ended(Ended(number) if number in ENDING else None))
 
 
-def steps_begin() -> None:
-    """From now on the end of `infinity train` by a signal may lose steps."""
-    _begun.append(True)
-
-
-def _loses_nothing(error: BaseException | None) -> bool:
-    """Return whether a signal has ended `infinity train` before its first step. Services start again what
-    ends with `SAVED`. The verb is that of the process: its module may not be imported yet."""
-    return isinstance(error, Ended) and sys.argv[1:2] == ["train"] and not _begun
-
-
-def code_of(error: BaseException | None) -> int:
-    """Return the exit code of a command that an interrupt or a signal has ended: 128 + the signal's number,
-    or `SAVED` where that loses nothing."""
-    if _loses_nothing(error):
-        return SAVED
-    return 128 + (error.number if isinstance(error, Ended) else signal.SIGINT)
-
-
 def say_ended(error: BaseException | None) -> int:
     """Say on stderr what ended the command; return its exit code."""
-    text = f"ended by {signal.Signals(error.number).name}" if isinstance(error, Ended) else "interrupted"
-    if _loses_nothing(error):
-        text += " before the first step; nothing is lost, and the same command begins or resumes the run"
+    number = error.number if isinstance(error, Ended) else signal.SIGINT
+    text = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     with contextlib.suppress(OSError):  # a terminal that has hung up hears nothing
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-    return code_of(error)
+    return 128 + number
 
 
 def leave_signals() -> None:
@@ -112,7 +74,5 @@ def leave_signals() -> None:
     for number in (*ENDING, signal.SIGINT):
         if signal.getsignal(number) in (_end_at_once, end, ignore):
             signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGUSR1) is ignore:  # Python takes its own handlers off as it ends
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _sends_again():
         sys.unraisablehook = sys.unraisablehook.args[0]  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ read.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import sys
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 from infinity.api.this_machine import machine_here
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import parse_size
 from infinity.core.yaml_file import read_yaml
 from infinity.planning.machine import Drive, Machine
@@ -51,7 +50,7 @@ def _may_have_gpu() -> bool:
     return True
 
 
-def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
+def here(config: Config, *, unnamed: bool) -> Machine:
     """Return this machine, for a run of `config`. `unnamed`: its directory only stands for one.
 
     Raises:
@@ -62,11 +61,9 @@ def here(config: Config, *, unnamed: bool, planning: bool) -> Machine:
     if wanted.startswith("cuda") and not has_cuda():
         raise ConfigError(
             f"the device {wanted!r} is not here",
-            expected="a CUDA device" + (", or a description of the machine that has it" if planning else ""),
+            expected="a CUDA device, or a description of the machine that has it",
             found="none",
-            cure="--machine FILE (docs/machine.yaml is an example), or --device cpu"
-            if planning
-            else "--device cpu",
+            cure="--machine FILE (docs/machine.yaml is an example), or --device cpu",
         )
     device_memory = None
     if wanted.startswith("cuda"):
@@ -84,8 +81,6 @@ def among(
     first: int,
     ranks: int,
     local_rank: int,
-    *,
-    for_all: bool,
 ) -> Machine:
     """Return the machine as one of its ranks sees it, with how many of them use each drive.
 
@@ -93,11 +88,9 @@ def among(
         seen: returns the machine for a rank's settings.
         config: with what stands for a rank's numbers in `nvme`.
         first: the first rank of the machine, which has `ranks`.
-        for_all: whether nobody else looks. Otherwise a directory that another rank cannot use is for that one
-            to tell of.
 
     Raises:
-        DirectoryError: a directory cannot be used; `for_all`: by any of the ranks.
+        DirectoryError: one of the ranks cannot use a directory.
     """
     mine = seen(config.for_rank(first + local_rank, local_rank))
     if ranks == 1:
@@ -105,8 +98,7 @@ def among(
     if any("{" in d for d in config.directories):
         users = Counter({d.system for d in mine.drives})
         for r in set(range(ranks)) - {local_rank}:
-            with contextlib.suppress(*(() if for_all else (DirectoryError,))):
-                users.update({d.system for d in seen(config.for_rank(first + r, r)).drives})
+            users.update({d.system for d in seen(config.for_rank(first + r, r)).drives})
     else:
         users = Counter({d.system: ranks for d in mine.drives})
     return mine.with_drives(replace(d, ranks=users[d.system]) for d in mine.drives)

@@ -20,15 +20,13 @@ from infinity.core.signals import ended
 from infinity.core.system_errors import cure, reason
 from infinity.version import __version__
 
-from .ending import Quiet, close_on_signals, end_on_signals, leave_signals, say_ended
+from .ending import close_on_signals, end_on_signals, leave_signals, say_ended
 from .options import LazyGroup
 from .shown import error_as_dict, show_error
 from .streams import let_go_of_streams
 
 #: verb → (module of its command, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str]]] = {
-    "train": ("infinity.cli.commands", "Train a model of transformers on text."),
-    "generate": ("infinity.cli.commands", "Write text, by a model of any size."),
     "plan": ("infinity.cli.plan", "Say what a run would take, building nothing."),
     "bench": ("infinity.cli.bench.group", "Measure drives as the engine uses them."),
     "tune": ("infinity.cli.commands", "Find the I/O settings that suit a drive, and keep them."),
@@ -43,7 +41,7 @@ VERBS: Final[dict[str, tuple[str, str]]] = {
 _OUTPUT: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 #: Verbs that take settings of the engine as options.
-_WITH_OPTIONS: Final = ("train", "generate", "plan", "verify")
+_WITH_OPTIONS: Final = ("plan", "verify")
 
 
 class _Stopped(Exception):
@@ -55,10 +53,6 @@ class _Verbs(LazyGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a verb; from then on signals close what it has open (where that imports more: later)."""
-        if cmd_name == "generate" and "torch" not in sys.modules:
-            # OpenMP reads it as torch is loaded. Threads of torch that spin while they wait for work take the
-            # cores that reads need.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         command = super().get_command(ctx, cmd_name)
         if command is not None and VERBS[cmd_name][0] != "infinity.cli.commands":
             close_on_signals()
@@ -85,7 +79,7 @@ def cli() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt, 128 + its
-    number for a signal; 75 for a signal that ends `train` before its first step.
+    number for a signal.
 
     An `InfinityError` is shown without a traceback; with ``--json`` also as an object on stdout.
     """
@@ -102,9 +96,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if "--json" in arguments:
             with contextlib.suppress(OSError):  # the error is told on stderr
                 click.echo(json.dumps({"error": error_as_dict(error)}))
-        return int(getattr(error, "exit_code", 2))
-    except Quiet as error:
-        return error.code
+        return 2
     except click.ClickException as error:
         error.show()
         return 2

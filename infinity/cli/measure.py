@@ -1,20 +1,13 @@
-"""What a run really takes: anonymous memory of the process, and bytes on disk; and where it may scribble."""
+"""What a run really takes: anonymous memory of the process; and where it may scribble."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import stat
 import tempfile
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
-
-_M_MMAP_THRESHOLD: Final = -3
 
 
 def anonymous_memory() -> int:
@@ -23,38 +16,6 @@ def anonymous_memory() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def give_back_freed_memory() -> None:
-    """Have glibc's malloc map every large block for itself, so that freeing one gives it back.
-
-    By itself the threshold for that rises to 32 MiB as blocks are freed (mallopt(3)); activations
-    then live on the heap, whose holes are memory that no plan knows of: measured, twice the plan.
-    Nothing happens with another C library.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
-
-
-def bytes_on_disk(directories: Sequence[str]) -> int:
-    """Return the bytes that files below `directories` take on their drives, and files of this process there
-    that have no name."""
-    roots = [os.path.realpath(directory) for directory in directories]
-    found: dict[tuple[int, int], int] = {}
-    for root in roots:
-        for folder, _, files in os.walk(root):
-            for name in files:
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    each = os.lstat(os.path.join(folder, name))
-                    found[each.st_dev, each.st_ino] = each.st_blocks * 512
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            each = link.stat()
-            path = os.readlink(link)
-            if stat.S_ISREG(each.st_mode) and any(path.startswith(os.path.join(root, "")) for root in roots):
-                found[each.st_dev, each.st_ino] = each.st_blocks * 512
-    return sum(found.values())
 
 
 def scratch(directory: str) -> tempfile.TemporaryDirectory[str]:

@@ -14,16 +14,16 @@ from rich.console import Console
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import Tier, format_size
 from infinity.hardware.launch import RankPlace
+from infinity.planning.cures import as_settings
 from infinity.planning.machine import Machine
 from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
 
-from .case import Case, changed, command
+from .case import Case, changed
 from .console import finish, table_of
 from .machine import load_machine
 from .options import FIGURE, is_figure, json_option
-from .output import read_run
 from .plot import draw_plan, plot_option
-from .settings import PRESET_DTYPE, RunCommand, run_options
+from .settings import PRESET_DTYPE, RunCommand, read_run, run_options
 
 if TYPE_CHECKING:
     from infinity.integrations.deepspeed.settings import Translation
@@ -102,12 +102,6 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
     }
 
 
-_COMMAND: Final = (
-    "command: `infinity train` has a schedule of its own, eps is 1e-8, and matrices alone decay, as in "
-    "AdamW. To train as the file says, use it in your own loop or Trainer (docs/deepspeed.md)."
-)
-
-
 def _beneath(found: Translation, ranks: int) -> dict[str, dict[str, Any]]:
     """Return what a settings file of DeepSpeed says of a run, by section. As DeepSpeed does, it gets a number
     of the batches that is missing from the others."""
@@ -125,11 +119,7 @@ def _beneath(found: Translation, ranks: int) -> dict[str, dict[str, Any]]:
             f"{batch * (accumulation or 1) * ranks}",
             cure="correct one of them, or plan for another number of ranks",
         )
-    options = found.optimizer_options
-    named = {option: options.get(theirs) for option, theirs in (("lr", "lr"), ("weight_decay",) * 2)}
-    named |= zip(("beta1", "beta2"), options.get("betas", ()), strict=False)
     train: dict[str, Any] = {"batch": batch, "accumulation": accumulation, "optimizer": found.optimizer}
-    train |= {name: value for name, value in named.items() if isinstance(value, (int, float))}
     return {"engine": found.settings, "train": {k: v for k, v in train.items() if v is not None}}
 
 
@@ -160,13 +150,11 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
     "--deepspeed",
     "deepspeed_file",
     metavar="FILE",
-    help="A settings file of DeepSpeed; --config and options win over it, and replace its auto.",
+    help="A settings file of DeepSpeed; options win over it, and replace its auto.",
 )
 @click.option("--ranks", type=int, default=1, help="How many ranks train the model together. [1]")
 @click.option("--ranks-per-node", type=int, help="How many of them share a machine. [all]")
-@click.option(
-    "--fit", is_flag=True, help="Find the fastest placement that fits, and print the command for it."
-)
+@click.option("--fit", is_flag=True, help="Find the fastest placement that fits, and print its Config.")
 @_figure_option("--endurance-tbw", help=f"TB a drive is rated for. [as described, or {ENDURANCE:.0f}]")
 @_figure_option("--nvme-read", help="GB/s of all drives together, for bounds on a step's time.")
 @_figure_option("--nvme-write", help="GB/s of all drives together.")
@@ -177,7 +165,6 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
 @plot_option
 @json_option
 def plan_command(
-    config_file: str | None,
     machine_file: str | None,
     deepspeed_file: str | None,
     ranks: int,
@@ -190,8 +177,7 @@ def plan_command(
 ) -> int:
     """Say what a run would take on each tier, building nothing.
 
-    Takes the arguments of `infinity train`. With --ranks, bytes are those of each rank: none is started.
-    Exit code 1 when the run does not fit.
+    With --ranks, bytes are those of each rank: none is started. Exit code 1 when the run does not fit.
     """
     here = ranks if ranks_per_node is None else ranks_per_node
     for name, value, most in (("--ranks", ranks, _MOST_RANKS), ("--ranks-per-node", here, ranks)):
@@ -221,7 +207,7 @@ def plan_command(
         except ConfigError as error:
             vars(error)["in_options"] = False  # it names keys of the file
             raise
-    run = read_run(config_file, given, ranks, theirs and _beneath(theirs, ranks))
+    run = read_run(given, theirs and _beneath(theirs, ranks))
     case = Case(run, machine, at=at)
     found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
     if found is not None:
@@ -232,11 +218,9 @@ def plan_command(
     if theirs is not None:
         result["notes"] = theirs.notes
     if found is not None:
-        nodes = f"--nnodes {-(-ranks // here)} " if ranks > here else ""
-        started = f"torchrun {nodes}--nproc-per-node {here} -m " if ranks > 1 else ""
-        result["command"] = started + command(case.run)
-        if theirs is not None:
-            theirs.notes.append(_COMMAND)
+        dtype = {} if run.model.init_from is not None else {"dtype": PRESET_DTYPE}
+        result["settings"] = {**dtype, **case.run.engine}
+        result["recompute"] = case.run.train.recompute
     if plot is not None:
         draw_plan(plot, result, case.machine)
     return finish(result, functools.partial(show, case), as_json=as_json, failed=not plan.fits)
@@ -278,8 +262,7 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
             row("disk", f"{result['checkpoints']} checkpoint(s)", there["checkpoints"])
     console.print(table)
     if case.place is not None:
-        where = "" if case.run.train.output is not None else "a new directory in "
-        console.print(f"Checkpoints go to {where}{case.place}", markup=False, soft_wrap=True)
+        console.print(f"Checkpoints go to {case.place}", markup=False, soft_wrap=True)
     inputs, room = result["activations"]["inputs"], result["host"].get("activations", 0)
     if case.config.activations == "host" and not inputs:
         console.print("No block is recomputed, so no activation goes to the host (--recompute).")
@@ -341,5 +324,8 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         console.print("It fits.", style="green")
     for note in result.get("notes", ()):
         console.print(f"- {note}", markup=False, soft_wrap=True)
-    if "command" in result:
-        console.print(result["command"], markup=False, soft_wrap=True)
+    if "settings" in result:
+        said = f"infinity.Config({as_settings(result['settings'])})"
+        console.print(said, markup=False, soft_wrap=True)
+        if result["recompute"]:
+            console.print("with model.gradient_checkpointing_enable(): the backward computes blocks again")

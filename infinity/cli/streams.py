@@ -1,24 +1,17 @@
 """stdout and stderr: how a command speaks on a terminal with few characters, and goes on when nobody hears.
 
 A reader that ends (`| head`), a log on a full file system, a terminal that hangs up: each makes every later
-write fail. stderr never ends a command. stdout does, where it is what the command is for (`plan | head`), but
-not in a block of `going_on`: there it is lost, once, and who is told of that says so elsewhere.
+write fail. stderr never ends a command. stdout does, as of `plan | head`.
 """
 
 from __future__ import annotations
 
 import codecs
-import contextlib
-import errno
 import io
 import os
 import select
 import sys
-from collections.abc import Iterator
 from typing import Any, Final, TextIO
-
-from infinity.core.signals import hung_up
-from infinity.core.system_errors import reason
 
 #: What stands for the characters that we print, where the terminal has them not.
 _PLAIN: Final = str.maketrans(
@@ -101,31 +94,6 @@ def _in_other_words(error: UnicodeError) -> tuple[str | bytes, int]:
         words = error.object[error.start : error.end].translate(_PLAIN)
         return words.encode("ascii", "backslashreplace"), error.end
     raise error
-
-
-@contextlib.contextmanager
-def going_on() -> Iterator[None]:
-    """A block in which stdout that takes no more ends nothing."""
-    raw = _lasting.get("stdout")
-    if raw is None:
-        yield
-        return
-    raw.ends = False
-    try:
-        yield
-    finally:
-        raw.ends = raw.lost is None
-
-
-def lost() -> dict[str, str]:
-    """Return why stdout and stderr take no more, by name. A terminal that has gone is nobody's loss."""
-    return {
-        name: reason(raw.lost.errno)
-        for name, raw in _lasting.items()
-        if raw.lost is not None
-        and raw.lost.errno != errno.EIO
-        and not (raw.lost.errno == errno.EPIPE and hung_up())
-    }
 
 
 def let_go_of_streams() -> bool:

@@ -1,19 +1,17 @@
-"""What is trained: a causal language model of transformers, of a preset or from a directory.
+"""The model that a plan is for: a causal language model of transformers, of a preset or from a directory.
 
-Each can say what planning needs to know without being built, and be built. A plan of a preset imports neither
-torch nor transformers.
+It says what planning needs to know without being built. A plan of a preset imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DataError
@@ -29,48 +27,24 @@ if TYPE_CHECKING:  # it takes seconds, and a plan of a preset needs none: import
     import torch
     from torch import nn
 
-_FILES: Final = ("vocab.json", "vocab.txt", "spiece.model")
-
 
 class Workload:
-    """A preset, with values that are drawn.
-
-    Attributes:
-        tokenizer: of transformers; None: tokens are bytes.
-        attention: layers × heads × width of a head; None: what a token passes is not known.
-    """
+    """A preset."""
 
     name: str
-    vocab: int
     context: int
     shape: Mapping[str, Any]  # by the names of `KEYS`
-    attention: int | None = None
 
     def __init__(self, run: RunSettings) -> None:
         given, sequence = run.model, run.train.sequence
         self._optimizer = run.train.optimizer
-        dimensions = {name: getattr(given, name) for name in KEYS}
-        shape = config_from(given.preset, **dimensions)
+        shape = config_from(given.preset, **{name: getattr(given, name) for name in KEYS})
         if given.context is None:
             shape[KEYS["context"]] = max(shape[KEYS["context"]], sequence)
-        self.tokenizer: Any = tokenizer_of(run.data.tokenizer)
-        least = 256 if self.tokenizer is None else len(self.tokenizer)
-        if given.vocab is None:
-            shape[KEYS["vocab"]] = max(shape[KEYS["vocab"]], least)
-        self.vocab, self.context = shape[KEYS["vocab"]], shape[KEYS["context"]]
-        if self.vocab < least:
-            raise ConfigError(
-                "the vocabulary is too small",
-                expected=f"at least {least}, for {'bytes' if self.tokenizer is None else 'the tokenizer'}",
-                found=self.vocab,
-                cure="leave out --vocab",
-            )
+        self.context = shape[KEYS["context"]]
         _check_context(self.context, sequence)
-        for token in ("bos", "eos"):
-            shape[f"{token}_token_id"] = getattr(self.tokenizer, f"{token}_token_id", None)
         self.shape, self._path = shape, given.preset
         layers, width = (shape[KEYS[name]] for name in ("layers", "width"))
-        self.attention = layers * width
         kind = shape["model_type"].capitalize()
         self.name = f"{kind}, {layers} blocks × {width} wide, {shape[KEYS['heads']]} heads"
 
@@ -92,8 +66,8 @@ class Workload:
         return Model(units, [(i,) for i in [*range(len(units)), *again]], idle_of(self.shape), again)
 
     def scratch(self) -> list[int]:
-        """Return the bytes of each parameter as `build` makes it, in that order; nothing is built. A tied
-        head is made, too, before it goes."""
+        """Return the bytes of each parameter as the model is built, in that order. A tied head is made, too,
+        before it goes."""
         shapes = [s for _, params in units_of(self.shape) for _, s in params]
         if self.shape[KEYS["tied"]]:
             shapes.append(shapes[0])
@@ -118,31 +92,25 @@ class Workload:
         [AutoConfig] = optional("transformers", "hf", "AutoConfig")
         return AutoConfig.for_model(**self.shape)
 
-    def load_code(self) -> Any:
-        """Import what `build` needs; return the class of transformers that builds.
+    @functools.cached_property
+    def structure(self) -> nn.Module:
+        """The model on the meta device, without values.
 
         Raises:
-            DataError: transformers is not installed, or broken.
+            DataError: transformers is not installed, or broken; or it makes no model of the configuration.
         """
+        import torch
+
+        from infinity.api.hugging_face import unreadable
+
         [AutoModelForCausalLM] = optional("transformers", "hf", "AutoModelForCausalLM")
         try:
             AutoModelForCausalLM._model_mapping[type(self.hf_config)]
         except ImportError as error:
             raise broken("transformers", error) from error
-        return AutoModelForCausalLM
-
-    @functools.cached_property
-    def structure(self) -> nn.Module:
-        """The model on the meta device, without values."""
-        import torch
-
-        from infinity.api.hugging_face import unreadable
-
         try:
             with torch.device("meta"):
-                model: nn.Module = self._drawn()
-        except DataError:
-            raise
+                model: nn.Module = AutoModelForCausalLM.from_config(self.hf_config, dtype=self.own_dtype)
         except Exception as error:  # whatever a configuration that is not what it should be makes of it
             raise unreadable(self._path, error) from error
         return model
@@ -154,41 +122,16 @@ class Workload:
 
         return getattr(self.hf_config.get_text_config(), "dtype", None) or torch.float32
 
-    def _drawn(self) -> Any:
-        return self.load_code().from_config(self.hf_config, dtype=self.own_dtype)
-
-    _with_values = _drawn
-
-    def build(self, recompute: bool) -> nn.Module:
-        """Return the model with its values, ready to be trained."""
-        model = self._with_values()
-        if recompute:
-            arguments = {"use_reentrant": False}
-            if hasattr(model, "activation_checkpointing_enable"):  # the newer name
-                model.activation_checkpointing_enable(arguments)
-            else:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-        model.train()
-        return model  # type: ignore[no-any-return]
-
-    @staticmethod
-    def loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of `targets`, (batch, sequence)."""
-        from torch.nn import functional as F
-
-        logits = model(tokens, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
 
 class Pretrained(Workload):
-    """A model from a Hugging Face directory: config, safetensors and, if it is there, tokenizer."""
+    """A model from a Hugging Face directory, whose config.json is read."""
 
     def __init__(self, directory: str, run: RunSettings) -> None:
         path = Path(directory).expanduser()
         if not (path / "config.json").is_file():
             raise DataError(
                 f"there is no model in {directory!r}",
-                expected="a Hugging Face directory: config.json, *.safetensors and a tokenizer",
+                expected="a Hugging Face directory with a config.json",
                 found="no config.json" if path.is_dir() else "no directory",
                 cure="check --init-from",
             )
@@ -204,22 +147,13 @@ class Pretrained(Workload):
                 expected="one that AutoModelForCausalLM has; code in the directory is never executed",
                 found=", ".join(getattr(self.hf_config, "architectures", None) or [])
                 or type(self.hf_config).__name__,
-                cure="name the directory of a causal language model; in Python, `infinity.wrap(model, "
-                "optimizer, config)` trains others, too",
+                cure="name the directory of a causal language model; `infinity.wrap` trains others, too",
             )
         try:
-            text: Any = self.hf_config.get_text_config()
-            self.shape = _alike(text, sequence)
-            self.vocab, self.context = self.shape[KEYS["vocab"]], self.shape[KEYS["context"]]
-            if not re.search(r"expert\w*':", str(text.to_dict())):  # a mixture's keys, wherever they are
-                of_queries = (KEYS["layers"], KEYS["heads"], "head_dim")
-                self.attention = math.prod(self.shape[key] for key in of_queries)
+            self.shape = _alike(self.hf_config.get_text_config(), sequence)
         except (AttributeError, TypeError) as error:
             raise unreadable(directory, error) from error
-        named = run.data.tokenizer
-        self.tokenizer = tokenizer_in(self._path) if named is None else tokenizer_of(named)
-        if self.tokenizer is None:
-            check_bytes(directory, self.vocab)
+        self.context = self.shape[KEYS["context"]]
         _check_context(self.context, sequence)
         self.name = f"{self.hf_config.model_type} from {directory}"
 
@@ -235,19 +169,6 @@ class Pretrained(Workload):
         """See `Workload`. In the dtype of the checkpoint, or fp32 where it does not say."""
         return [p.numel() * self.own_dtype.itemsize for p in self.structure.parameters()]
 
-    def _with_values(self) -> Any:
-        """Only safetensors are read: nothing is ever unpickled."""
-        told = {"local_files_only": True, "use_safetensors": True, "dtype": "auto"}
-        try:
-            return self.load_code().from_pretrained(self._path, **told)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"the weights in {self._path!r} cannot be read",
-                expected="*.safetensors that fit config.json",
-                found=f"{type(error).__name__}: {error}",
-                cure="save the model with save_pretrained(safe_serialization=True)",
-            ) from error
-
 
 def _alike(text: Any, sequence: int) -> dict[str, Any]:
     """Return the dimensions of a model of any family, by the names of Llama's: what is estimated of it."""
@@ -260,78 +181,14 @@ def _alike(text: Any, sequence: int) -> dict[str, Any]:
     return {**found, "num_experts_per_tok": chosen, "head_dim": size}
 
 
-def tokenizer_in(directory: str) -> Any:
-    """Return the tokenizer in a directory; None, if there is none.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    [AutoTokenizer] = optional("transformers", "hf", "AutoTokenizer")
-    names = os.listdir(directory)
-    if not any(n.startswith("tokenizer") or n in _FILES for n in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a file that is not what it should be makes of its parser
-        raise DataError(
-            f"the tokenizer in {directory!r} cannot be read",
-            expected="a tokenizer of transformers",
-            found=f"{type(error).__name__}: {error}",
-            cure="check the directory, or update transformers",
-        ) from error
-
-
-def tokenizer_of(directory: str | None) -> Any:
-    """Return the tokenizer of `--tokenizer`; None, if that is not given.
-
-    Raises:
-        DataError: there is none, or it cannot be read.
-    """
-    if directory is None:
-        return None
-    path = os.path.expanduser(directory)
-    found = tokenizer_in(path) if os.path.isdir(path) else None
-    if found is None:
-        raise DataError(
-            f"there is no tokenizer in {directory!r}",
-            expected="a directory with the files of a tokenizer of transformers, such as tokenizer.json",
-            found="none of them" if os.path.isdir(path) else "no directory",
-            cure="check --tokenizer, or leave it out: then tokens are bytes",
-        )
-    return found
-
-
-def check_bytes(directory: str, vocab: int) -> None:
-    """Raise `DataError` where a model without a tokenizer has too few tokens for bytes."""
-    if vocab < 256:
-        raise DataError(
-            f"the model in {directory!r} has no tokenizer, and too few tokens for bytes",
-            expected="a tokenizer, or a vocabulary of at least 256",
-            found=f"a vocabulary of {vocab}",
-            cure="put the model's tokenizer beside it",
-        )
-
-
 def workload_of(run: RunSettings) -> Workload:
     """Return the workload that a run names.
 
     Raises:
         ConfigError: its dimensions cannot be used.
-        DataError: the Hugging Face directory, or the tokenizer, cannot be read.
+        DataError: the Hugging Face directory cannot be read.
     """
     return Workload(run) if run.model.init_from is None else Pretrained(run.model.init_from, run)
-
-
-def param_groups(model: nn.Module, weight_decay: float, *, muon: bool = False) -> list[dict[str, Any]]:
-    """Return optimizer groups of the trainable parameters: matrices decay, vectors do not. `muon`: those of
-    `infinity.optim.Muon`."""
-    numbers = _numbers(model, muon=muon)
-    groups: list[dict[str, Any]] = []
-    for number in sorted({*numbers.values()}):
-        decay = weight_decay if number < _group(1, muon) else 0.0
-        params = [p for p in model.parameters() if numbers.get(id(p)) == number]
-        groups.append({"params": params, "weight_decay": decay} | ({"use_muon": not number} if muon else {}))
-    return groups
 
 
 def planned_from(model: nn.Module, config: Config, *, optimizer: str = "adamw") -> Model:

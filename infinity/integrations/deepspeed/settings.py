@@ -196,7 +196,7 @@ class Translation(NamedTuple):
         total: sequences of all ranks in a step; None: unknown.
         batch: sequences of a rank in one forward; None: unknown.
         accumulation: backwards in a step; None: unknown.
-        optimizer: its name as in `infinity train --optimizer`; None: the file has none.
+        optimizer: its name as in `infinity plan --optimizer`; None: the file has none.
         optimizer_class: the name of its class; "": the file has none.
         optimizer_options: of this class; ``"auto"`` where the arguments do not fill one in.
     """
