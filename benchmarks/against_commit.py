@@ -147,7 +147,6 @@ def measure(case: str, trees: dict[str, Path], folder: str, args: argparse.Names
 
 def main() -> int:
     """Measure, print a table, write the JSON; 1 if a case falls short."""
-    from infinity.cli.measure import scratch
 
     parser = common.step_arguments(__doc__)
     parser.add_argument("--old", type=Path, required=True, help="the other checkout, built")
@@ -165,7 +164,7 @@ def main() -> int:
     commits = {who: common.commit_of(tree) for who, tree in trees.items()}
     found: dict[str, Any] = {}
     for case in args.cases:
-        with scratch(args.directory) as folder:
+        with common.scratch(args.directory) as folder:
             for who in trees:
                 os.makedirs(os.path.join(folder, who))
             row = found[case] = measure(case, trees, folder, args)

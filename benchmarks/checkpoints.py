@@ -34,7 +34,6 @@ from steps import ADAMW
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.measure import scratch
 from infinity.planning.footprint import UPDATE_DEPTH
 
 WANTED = 0.8
@@ -101,7 +100,7 @@ def timed(engine: Engine, call: Callable[[], None]) -> float:
 def main() -> None:
     """Measure, say and store."""
     args = common.step_arguments(__doc__).parse_args()
-    with scratch(args.directory) as directory:
+    with common.scratch(args.directory) as directory:
         engine = Engine(directory, args)
         try:
             names = ("save", "replace", "load", "merely")

@@ -38,7 +38,6 @@ from values import Repeated
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.measure import scratch
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import cpu_adam
 
@@ -279,7 +278,7 @@ def main() -> None:
         print(", ".join(f"{what} {ms:.3f} ms" for what, ms in {**python, **visits}.items()))
         result |= {"python_ms_per_chunk": python, "python_ms_per_visit": visits, "wanted_ms": WANTED_MS}
     if args.rounds:
-        with scratch(args.directory) as directory, opened(args.device) as device:
+        with common.scratch(args.directory) as directory, opened(args.device) as device:
             result["sizes"] = sizes(directory, device, args)
     common.publish(args.output, result)
 

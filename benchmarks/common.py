@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,11 @@ from runner import ROOT
 sys.path.insert(0, str(ROOT))  # this tree's infinity is measured, whatever is installed
 
 PACKAGES = ("torch", "transformers", "infinity-offload")
+
+
+def scratch(directory: str) -> tempfile.TemporaryDirectory[str]:
+    """Lend a directory of its own in `directory`; it is removed afterwards, whatever it holds."""
+    return tempfile.TemporaryDirectory(prefix="infinity-", dir=directory, ignore_cleanup_errors=True)
 
 
 # -- turns --------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ from rates import rates
 
 from infinity.cli.bench.io_load import Job
 from infinity.cli.console import finite
-from infinity.cli.measure import scratch
 from infinity.core.errors import InfinityError
 
 WANTED = {"of_bound": 1.1, "of_accelerate": 1.3}
@@ -281,7 +280,7 @@ def main() -> None:
         parser.error("--tokens and --burst are more than --positions")
     hardware = common.hardware(args.directory)
     try:
-        with scratch(os.path.abspath(args.directory)) as folder:
+        with common.scratch(os.path.abspath(args.directory)) as folder:
             found = race(folder, args)
     except InfinityError as error:
         sys.exit(str(error))

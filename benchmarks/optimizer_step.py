@@ -35,7 +35,6 @@ from steps import ADAMW
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.measure import scratch
 
 TARGETS = {"step_of_merely": 0.9, "step_of_deepspeed": 1.1}
 
@@ -121,7 +120,7 @@ def main() -> None:
     """Measure, print a table, write the JSON."""
     args = common.step_arguments(__doc__).parse_args()
     hardware = common.hardware(args.directory)
-    with scratch(args.directory) as folder:
+    with common.scratch(args.directory) as folder:
         found = measure(args, folder)
     seconds = {
         name: [s["step" if name == "deepspeed" else "seconds"] for s in runs]

@@ -299,8 +299,6 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
         return serve(json.loads(sys.argv[2]))
 
-    from infinity.cli.measure import scratch
-
     parser = common.step_arguments(__doc__)
     parser.add_argument("--dtypes", nargs="+", choices=tuple(AGREE), default=["fp32"])
     parser.add_argument("--burst", type=int, default=3, help="steps of a turn")
@@ -315,7 +313,7 @@ def main() -> None:
         parser.error("DeepSpeed needs --deepspeed-python")
     hardware = common.hardware(args.directory)
     groups: dict[str, Any] = {}
-    with scratch(os.path.abspath(args.directory)) as folder:
+    with common.scratch(os.path.abspath(args.directory)) as folder:
         for dtype in args.dtypes:
             groups[dtype] = race(names, dtype, folder, args)
             show(dtype, groups[dtype])

@@ -33,7 +33,6 @@ from rates import Rates, beside, rates
 from steps import PLACEMENTS, figures, settings_of, steady
 
 from infinity.cli.console import finite
-from infinity.cli.measure import scratch
 from infinity.core.config import UPDATES
 from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam
@@ -179,7 +178,7 @@ def main() -> None:
     try:
         on_nvme = any("nvme" in PLACEMENTS[mode] for mode in args.modes)
         with (
-            scratch(os.path.abspath(args.directory)) as folder,
+            common.scratch(os.path.abspath(args.directory)) as folder,
             rates(folder if on_nvme else None) as measured,
         ):
             for mode in args.modes:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from infinity.cli.ending import end_on_signals
-from infinity.cli.streams import take_streams
+from infinity.cli.ending import begin
 
 
 def main() -> None:
     """The entry point. What it imports takes a while, in which it may be ended already."""
-    take_streams()
-    end_on_signals()
+    begin()
     from infinity.cli.main import main as run
 
     run()

@@ -20,7 +20,7 @@ import torch
 torch.set_num_threads(1)
 from torch import nn
 import infinity
-from infinity.cli.measure import Peak
+from tests.measured import Peak
 
 folder, layers, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 config = infinity.Config(

@@ -14,14 +14,13 @@ import click
 import pytest
 import torch
 
-from infinity.cli.main import VERBS, cli, run
+from infinity.cli.main import VERBS, cli, run, show_error
 from infinity.cli.settings import OPTIONS, parse_placement, read_run
-from infinity.cli.shown import show_error
 from infinity.core.config import UPDATES
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
-from .command_line import python, started
+from .command_line import python
 from .quick import covering
 
 MACHINE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
@@ -326,8 +325,8 @@ _BEGIN = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from infinity.__main__ import main
-from infinity.cli.ending import end_on_signals
-end_on_signals()
+from infinity.cli.ending import begin
+begin()
 print(flush=True)
 sys.argv = ["infinity", "verify", "--json", "--nvme", sys.argv[1]]
 main()
@@ -344,32 +343,3 @@ def test_placements() -> None:
     assert parse_placement("host:0.3, nvme:0.7") == {"host": 0.3, "nvme": 0.7}
     with pytest.raises(ConfigError):
         parse_placement("host:most")
-
-
-_IN_A_FINALIZER = """
-import os, signal, time
-from infinity.cli.ending import close_on_signals, end_on_signals
-from infinity.core.signals import Ended
-
-class Gone:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(100): pass
-
-end_on_signals()
-close_on_signals()
-try:
-    gone = Gone()
-    del gone
-    print("goes on", flush=True)
-    time.sleep(30)
-except Ended as error:
-    print(error)
-"""
-
-
-def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
-    """Python raises nothing out of one."""
-    with started("-c", _IN_A_FINALIZER) as child:
-        out, err = child.communicate(timeout=60)
-    assert (child.returncode, out, err) == (0, "goes on\nSIGTERM\n", "")

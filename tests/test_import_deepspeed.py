@@ -226,7 +226,7 @@ LARGE = """
 import json, os, sys
 import torch
 from infinity.integrations.deepspeed.checkpoints import import_deepspeed
-from infinity.cli.measure import Peak
+from tests.measured import Peak
 
 folder, rows = sys.argv[1], int(sys.argv[2])
 values = torch.rand(rows, 1024)

@@ -51,7 +51,7 @@ import json, sys
 import torch
 torch.set_num_threads(1)
 import infinity, transformers
-from infinity.cli.measure import Peak
+from tests.measured import Peak
 from infinity.api.engine import engine_of
 
 folder, model, dtype, two_units = sys.argv[1:]

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 import infinity
 from infinity.core.sizes import Tier
 from infinity.api.engine import engine_of
-from infinity.cli.measure import Peak
+from tests.measured import Peak
 from infinity.cli.settings import ModelSettings, RunSettings
 from infinity.cli.workload import Workload
 from transformers import AutoModelForCausalLM

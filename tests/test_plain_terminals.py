@@ -34,9 +34,9 @@ def test_no_terminal_is_too_plain(env: dict[str, str], tmp_path: Path) -> None:
     ]
     code = (
         "import json, sys\n"
-        "from infinity.cli.streams import take_streams\n"
+        "from infinity.cli.ending import begin\n"
         "from infinity.cli.main import run\n"
-        "take_streams()\n"
+        "begin()\n"
         "for command in json.loads(sys.argv[1]):\n"
         "    code = run([word.replace('DRIVE', sys.argv[2]) for word in command])\n"
         "    print('<', code, '>', flush=True)\n"

@@ -230,7 +230,7 @@ import json, os, sys
 import torch
 from torch import nn
 import infinity
-from infinity.cli.measure import Peak
+from tests.measured import Peak
 torch.set_num_threads(1)
 config = infinity.Config(**json.loads(sys.argv[1]))
 found = {}

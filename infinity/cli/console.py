@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -47,34 +45,6 @@ def progress() -> Iterator[Tell]:
             bar.update(task, description=text, completed=done, total=total)
 
         yield tell
-
-
-@contextlib.contextmanager
-def status_line(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Lend what says on stderr what is being done: one line that changes on a terminal, plain lines
-    elsewhere (also where TERM is dumb), unless `quiet`."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if console.is_interactive:
-        with console.status("") as status:
-            yield status.update
-    else:
-        yield (lambda text: None) if quiet else functools.partial(console.print, markup=False)
-
-
-def seldom(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return what says how far something has come: as often as it is told to on a terminal, elsewhere a line
-    in some seconds, and none before these are over."""
-    if Console(stderr=True).is_interactive:
-        return say
-    last = time.monotonic()
-
-    def now_and_then(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _PAUSE:
-            last = time.monotonic()
-            say(text)
-
-    return now_and_then
 
 
 def wide_console() -> Console:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import errno
 import importlib
 import json
@@ -16,14 +14,11 @@ import click
 
 from infinity.core.errors import InfinityError
 from infinity.core.installed import check_installed
-from infinity.core.signals import ended
 from infinity.core.system_errors import cure, reason
 from infinity.version import __version__
 
-from .ending import close_on_signals, end_on_signals, leave_signals, say_ended
+from .ending import close_on_signals
 from .options import LazyGroup
-from .shown import error_as_dict, show_error
-from .streams import let_go_of_streams
 
 #: verb → (module of its command, one line of help). A new verb is one more line.
 VERBS: Final[dict[str, tuple[str, str]]] = {
@@ -44,12 +39,8 @@ _OUTPUT: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 _WITH_OPTIONS: Final = ("plan", "verify")
 
 
-class _Stopped(Exception):
-    """An interrupt, or a signal that ends a command: `__cause__`. click would make its own of it."""
-
-
 class _Verbs(LazyGroup):
-    """The verbs. An interrupt ends one as an exception that click leaves alone."""
+    """The verbs."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a verb; from then on signals close what it has open (where that imports more: later)."""
@@ -57,13 +48,6 @@ class _Verbs(LazyGroup):
         if command is not None and VERBS[cmd_name][0] != "infinity.cli.commands":
             close_on_signals()
         return command
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise _Stopped from error
 
 
 @click.group(
@@ -78,8 +62,7 @@ def cli() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt, 128 + its
-    number for a signal.
+    """Run the command line and return its exit code: 0, 2 for an error, 130 for an interrupt.
 
     An `InfinityError` is shown without a traceback; with ``--json`` also as an object on stdout.
     """
@@ -94,39 +77,49 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.cure = cure(getattr(error, "errno", None), error.cure or "") or None
         show_error(error)
         if "--json" in arguments:
-            with contextlib.suppress(OSError):  # the error is told on stderr
-                click.echo(json.dumps({"error": error_as_dict(error)}))
+            click.echo(json.dumps({"error": error_as_dict(error)}))
         return 2
     except click.ClickException as error:
         error.show()
         return 2
-    except _Stopped as stopped:
-        return say_ended(stopped.__cause__)
-    except (click.Abort, KeyboardInterrupt) as error:
-        return say_ended(error)
-    except Exception as error:
-        if (came := ended()) is not None:  # an import, say, has made another error of it
-            return say_ended(came)
-        if isinstance(error, OSError) and error.errno in _OUTPUT:
-            return _lost(reason(error.errno))
-        raise
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return 130
 
 
-def _lost(why: str) -> int:
-    with contextlib.suppress(OSError):
-        click.echo(f"Error: the output cannot be written: {why}", err=True)
-    return 2
+def error_as_dict(error: InfinityError) -> dict[str, Any]:
+    """Return an error as values that JSON has."""
+    texts = {name: getattr(error, name) for name in ("expected", "found")}
+    return {
+        "type": type(error).__name__,
+        "what": error.what,
+        **{name: None if text is None else str(text) for name, text in texts.items()},
+        "cure": error.cure,
+    }
+
+
+def show_error(error: InfinityError) -> None:
+    """Show an error on stderr: in a panel on a terminal, as plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        click.echo(f"error: {error}", err=True)
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    Console(stderr=True).print(Panel(Text(str(error)), title=type(error).__name__, border_style="red"))
 
 
 def main() -> None:
-    """Run the command line of this process and end it."""
-    end_on_signals()
-    code = run()
-    leave_signals()
-    if not let_go_of_streams():
-        code = code or _lost("its file or device took no more")
-    # Who ends a command does not wait until Python has taken torch's modules apart.
-    if code > 128 or ended() is not None:
-        atexit._run_exitfuncs()
-        os._exit(code)
+    """Run the command line of this process and end it. Exit code 2 if stdout takes no more."""
+    try:
+        code = run()
+        if sys.stdout is not None:  # closed before the start
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _OUTPUT:
+            raise
+        click.echo(f"Error: the output cannot be written: {reason(error.errno)}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest when it ends
+        code = 2
     sys.exit(code)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,6 @@ from infinity.hardware.aio import available_backends
 from infinity.hardware.device import open_device
 
 from .console import Tell, finish, progress, table_of, wide_console
-from .measure import scratch
 
 STEPS: Final = 5
 BACKWARDS: Final = 2  # of a step
@@ -206,7 +206,7 @@ def verify(device: str, directory: str, tell: Tell) -> dict[str, Any]:
     check_directory(directory)
     start, isas, rows = time.perf_counter(), cpu_adam.available_isas(), []
     references: dict[str, dict[str, torch.Tensor]] = {}
-    with scratch(directory) as place:
+    with tempfile.TemporaryDirectory(prefix="infinity-", dir=directory, ignore_cleanup_errors=True) as place:
         for name in ("first", "second"):
             os.mkdir(os.path.join(place, name))
 

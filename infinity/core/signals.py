@@ -21,10 +21,6 @@ TOGETHER: Final = 1.0
 #: Exit code of a run that a signal has ended after all was saved: EX_TEMPFAIL of sysexits.h, "try again".
 SAVED: Final = 75
 
-#: The signal that came: what an import or a library makes of its exception does not tell.
-_came: list[Ended] = []
-_hung_up: list[bool] = []
-
 
 class Ended(KeyboardInterrupt, SystemExit):
     """A signal asks this process to end. `number`: which.
@@ -44,18 +40,7 @@ def end(number: int, frame: FrameType | None) -> None:
     for other in ENDING:  # a hang-up comes with a second one: it must not disturb the closing
         if signal.getsignal(other) is end:
             signal.signal(other, ignore)
-    _came.append(Ended(number))
-    raise _came[-1]
-
-
-def ended() -> Ended | None:
-    """Return the signal that has arrived, if one has."""
-    return _came[0] if _came else None
-
-
-def hung_up() -> bool:
-    """Return whether a SIGHUP has asked a run to end: then the terminal is gone, and every reader with it."""
-    return bool(_hung_up)
+    raise Ended(number)
 
 
 def ignore(number: int, frame: FrameType | None) -> None:
@@ -109,7 +94,6 @@ class Asked:
         self.came = self.came or signal.Signals(number).name
         if number == signal.SIGHUP:
             self._hung_up = True
-            _hung_up.append(True)
         elif not self._terminated:
             self._terminated = time.monotonic()
         elif time.monotonic() - self._terminated > TOGETHER:

@@ -146,11 +146,6 @@ def check_shared(path: str, rank: int) -> None:
         )
 
 
-def is_checkpoint(path: str) -> bool:
-    """Return whether a directory is a checkpoint by its name, or one that was set aside, and has an index."""
-    return bool(_NAME.fullmatch(os.path.basename(path))) and os.path.lexists(os.path.join(path, INDEX))
-
-
 def aside(root: str, path: str) -> tuple[str, str] | None:
     """Return the checkpoint below `root` that `path` is, or is a part of, and what it may be called so that
     it counts no more, is not removed and stands in nobody's way; None if it is none."""

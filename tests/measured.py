@@ -1,9 +1,8 @@
-"""What a run really takes: anonymous memory of the process; and where it may scribble."""
+"""What a run really takes: anonymous memory of the process."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import threading
 from pathlib import Path
 
@@ -16,11 +15,6 @@ def anonymous_memory() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def scratch(directory: str) -> tempfile.TemporaryDirectory[str]:
-    """Lend a directory of its own in `directory`; it is removed afterwards, whatever it holds."""
-    return tempfile.TemporaryDirectory(prefix="infinity-", dir=directory, ignore_cleanup_errors=True)
 
 
 class Peak:
