@@ -122,7 +122,6 @@ def test_what_needs_no_transformers_goes_on_without_it(nvme: str, tmp_path: Path
     fine = (
         ["plan", *words(nvme)],
         ["doctor", nvme],
-        ["bench", "step", *words(nvme)[:6], "--placement", "all-on-host", "--directory", nvme],
     )
     for arguments in fine:
         done = without(*arguments)
