@@ -180,7 +180,7 @@ class Config:
         known = [f.name for f in fields(cls) if f.init]
         for key in settings:
             if key not in known:
-                raise unknown_setting(key, known)
+                raise _unknown_setting(key, known)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -411,14 +411,11 @@ class Config:
         return cls(**{str(key): value for key, value in content.items()})
 
 
-def unknown_setting(name: str, known: Sequence[str], where: str = "") -> ConfigError:
-    """Return the error for a setting that is none of `known`. These and `name` may begin with a section, such
-    as ``engine.``; `where` says which file has it."""
+def _unknown_setting(name: str, known: Sequence[str]) -> ConfigError:
+    """Return the error for a setting that is none of `known`."""
     close = _suggest(name, known)
     cure = f"did you mean {close!r}?" if close else "remove it"
-    return ConfigError(
-        f"unknown setting {where or repr(name)}", expected=", ".join(known), found=repr(name), cure=cure
-    )
+    return ConfigError(f"unknown setting {name!r}", expected=", ".join(known), found=repr(name), cure=cure)
 
 
 def _suggest(word: str, known: Sequence[str]) -> str | None:
