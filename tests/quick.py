@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -24,13 +25,16 @@ def _nightly(value: Any) -> Any:
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
 
 
-def cover(settings: Sequence[Mapping[Any, Hashable]]) -> list[int]:
-    """Return which of `settings`, a value for each parameter, to take so that each value occurs in what is
-    taken, evenly."""
-    groups = [set(setting.items()) for setting in settings]
+def cover(settings: Sequence[Mapping[Any, Hashable]], together: int = 1) -> list[int]:
+    """Return which of `settings`, a value for each parameter, to take so that any `together` values that
+    occur together do so in what is taken, evenly."""
+    groups = [
+        {frozenset(group) for group in combinations(setting.items(), min(together, len(setting)))}
+        for setting in settings
+    ]
     left = set().union(*groups)
     chosen: list[int] = []
-    times: Counter[tuple[Any, Hashable]] = Counter()
+    times: Counter[frozenset[tuple[Any, Hashable]]] = Counter()
 
     def worth(i: int) -> tuple[int, int]:
         return len(left & groups[i]), -sum(times[group] for group in groups[i])

@@ -29,6 +29,16 @@ def test_each_value_of_each_parameter_occurs_evenly(sizes: tuple[int, ...]) -> N
         assert max(times.values()) - min(times.values()) <= 1
 
 
+@pytest.mark.parametrize("sizes", [(1,), (5,), (5, 2), (3, 3, 2), (6, 3, 2), (5, 2, 1, 3)])
+def test_any_two_values_of_two_parameters_meet(sizes: tuple[int, ...]) -> None:
+    settings = [dict(zip("abcd", each, strict=False)) for each in itertools.product(*map(range, sizes))]
+    chosen = cover(settings, 2)
+    for first, second in itertools.combinations(range(len(sizes)), 2):
+        a, b = "abcd"[first], "abcd"[second]
+        assert len({(settings[i][a], settings[i][b]) for i in chosen}) == sizes[first] * sizes[second]
+    assert len(chosen) == len(set(chosen)) < max(2, len(settings)) or len(sizes) < 3
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the CPUs are those of x86-64")
 def test_kernels_that_this_cpu_lacks_are_named_and_not_run(tmp_path: Path) -> None:
