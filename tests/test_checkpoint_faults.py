@@ -646,3 +646,11 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
         assert (root / name).read_text() == name
     assert sorted(p.name for p in root.iterdir()) == ["other", "step-1", "step-3", "step-4"]
     infinity.close(adam)
+
+
+def test_the_directory_of_a_trainers_checkpoint_names_the_one_in_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-8" / "infinity").mkdir(parents=True)
+    with pytest.raises(DirectoryError, match="checkpoint-8/infinity;"):
+        checkpoints.find(str(tmp_path / "checkpoint-8"))
+    with pytest.raises(DirectoryError, match="that you passed to"):
+        checkpoints.find(str(tmp_path))

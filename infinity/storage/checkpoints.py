@@ -78,13 +78,14 @@ def find(path: str) -> Found:
     found = list_checkpoints(path)
     if not found:
         there = _listing(path)
+        inner = os.path.join(path, "infinity")  # of checkpoint-<n> of a Trainer, or of Lightning's
+        name = inner if os.path.isdir(inner) else "the directory that you passed to `infinity.save`"
         raise DirectoryError(
             f"no checkpoint in {path}",
             path=path,
             expected=f"a directory with {INDEX}, or a directory of such directories, step-<n>",
             found=f"{', '.join(there[:8]) or 'nothing'}" if os.path.isdir(path) else "no directory",
-            cure="name the directory that you passed to `infinity.save`; an incomplete directory of a run "
-            "that was killed is not a checkpoint"
+            cure=f"name {name}; an incomplete directory of a run that was killed is not a checkpoint"
             + "".join(f"; {cure}" for cure, names in _OF_OTHERS.items() if not names.isdisjoint(there))
             + "".join(f"; copy {INDEX} of {lost} again from its source" for lost in _without_index(path)),
         )
