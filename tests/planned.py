@@ -32,13 +32,13 @@ def settings_of(arguments: Sequence[str]) -> RunSettings:
 
 
 def groups_of(model: nn.Module, optimizer: str) -> list[dict[str, Any]]:
-    """Return the groups that a plan counts with: inner matrices with Muon, other matrices, vectors."""
+    """Return the param groups that a plan counts with: inner matrices with Muon, other matrices, vectors."""
     inner = {id(p) for p in inner_matrices(model)} if optimizer == "muon" else set()
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for param in model.parameters():
         kinds.setdefault((id(param) not in inner, param.ndim < 2), []).append(param)
     return [
-        {"params": params} | ({"use_muon": not others} if optimizer == "muon" else {})
+        {"params": params, "lr": 1e-3} | ({"use_muon": not others} if optimizer == "muon" else {})
         for (others, _), params in sorted(kinds.items(), key=lambda item: item[0])
     ]
 
@@ -57,7 +57,7 @@ class Planned:
         if run.train.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        made = OPTIMIZERS[run.train.optimizer](groups_of(model, run.train.optimizer), lr=1e-3)
+        made = OPTIMIZERS[run.train.optimizer](groups_of(model, run.train.optimizer))
         self.model, self.optimizer = infinity.wrap(model, made, case.config)
         self.step_number = 0
 
