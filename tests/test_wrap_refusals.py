@@ -97,11 +97,6 @@ def test_a_missing_directory_is_refused_untouched(config: infinity.Config, tmp_p
     assert train(model, optimizer, 1)
 
 
-def test_a_directory_in_use_is_refused(wrapped: Wrapped, config: infinity.Config) -> None:
-    with pytest.raises(DirectoryError, match="use"):
-        infinity.wrap(*build(), config)
-
-
 def test_units_that_do_not_exist_are_refused(config: infinity.Config) -> None:
     with pytest.raises(ConfigError, match="Blok"):
         infinity.wrap(*build(), config.replace(units=["Blok"]))
