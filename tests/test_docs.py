@@ -38,10 +38,6 @@ def batch(step):
     return torch.randn(8, gpt_config, generator=torch.Generator().manual_seed(step))
 """
 MORE = {
-    "deepspeed.md": """
-from tests.test_ecosystem import examples, llama as build
-examples = examples()
-""",
     "inference.md": """
 from tests.test_ecosystem import llama, tokenizer
 for part in (llama(), tokenizer()):
@@ -81,7 +77,7 @@ def with_python() -> list[Any]:
     pages = [p for p in PAGES if p.name not in ELSEWHERE and program(p).strip()]
     marks = {
         "libraries.md": [pytest.mark.integration, _without("lightning")],
-        **{n: [pytest.mark.integration, _without("transformers")] for n in ("deepspeed.md", "inference.md")},
+        "inference.md": [pytest.mark.integration, _without("transformers")],
         **{name: [pytest.mark.integration] for name in ("loops.md", "placement.md", "saving.md")},
     }
     return [pytest.param(p, id=p.name, marks=marks.get(p.name, [])) for p in pages]
