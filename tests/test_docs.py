@@ -38,10 +38,6 @@ def batch(step):
     return torch.randn(8, gpt_config, generator=torch.Generator().manual_seed(step))
 """
 MORE = {
-    "deepspeed.md": """
-from tests.test_ecosystem import examples, llama as build
-examples = examples()
-""",
     "inference.md": """
 from tests.test_ecosystem import llama, tokenizer
 for part in (llama(), tokenizer()):
@@ -57,7 +53,7 @@ tied = peft.get_peft_model(
     test_ecosystem.huggingface("llama", tied=True),
     peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True),
 )
-examples, pairs, tokenizer = test_ecosystem.examples(), test_ecosystem.pairs(), test_ecosystem.tokenizer()
+examples = test_ecosystem.examples()
 """,
 }
 #: Pages whose Python runs elsewhere: with two ranks in test_rank_libraries.py, with signals in test_run.py.
@@ -80,8 +76,8 @@ def with_python() -> list[Any]:
     """Return the pages whose Python runs here."""
     pages = [p for p in PAGES if p.name not in ELSEWHERE and program(p).strip()]
     marks = {
-        "libraries.md": [pytest.mark.integration, _without("trl")],
-        **{n: [pytest.mark.integration, _without("transformers")] for n in ("deepspeed.md", "inference.md")},
+        "libraries.md": [pytest.mark.integration, _without("lightning")],
+        "inference.md": [pytest.mark.integration, _without("transformers")],
         **{name: [pytest.mark.integration] for name in ("loops.md", "placement.md", "saving.md")},
     }
     return [pytest.param(p, id=p.name, marks=marks.get(p.name, [])) for p in pages]

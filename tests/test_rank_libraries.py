@@ -14,7 +14,6 @@ from torch import nn
 
 from infinity.storage.checkpoints import find
 
-from .models import huggingface
 from .quick import quick
 from .ranks import all_well, run_ranks
 from .test_ecosystem import need
@@ -32,18 +31,51 @@ IMPORTS = (
 SNIPPETS = {title.split(",")[0].split(" ")[0]: code for title, code in BLOCKS}
 
 
-def ran(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Run a snippet on two ranks; return the parameters that it has saved."""
+EXPERTS = """
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+class MoE(torch.nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.router = torch.nn.Linear(width, count)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for i in shares.argmax(-1).unique().tolist():
+            chosen = shares.argmax(-1) == i
+            out[chosen] = self.experts[i](x[chosen]) * shares[chosen, i, None]
+        return x + out
+"""
+STEPS = """
+for _ in range(4):
+    model(torch.randn(2, 16)).square().mean().backward()  # each rank draws its own batch
+    optimizer.step()
+    optimizer.zero_grad()
+infinity.save(optimizer, "checkpoints")
+infinity.close(optimizer)
+"""
+
+
+def ran(name: str, folder: Path, before: str = "", after: str = "") -> dict[str, torch.Tensor]:
+    """Run a snippet on two ranks, between other code; return the parameters that it has saved."""
     (folder / "arenas").mkdir()
     script = f"import os\nos.chdir({str(folder)!r})\nimport torch\ntorch.set_num_threads(1)\n"
-    imports = () if name in ("A", "Experts") else IMPORTS
-    all_well(run_ranks(2, script + SNIPPETS[name], seconds=120, imports=imports))
+    all_well(run_ranks(2, script + before + SNIPPETS[name] + after, seconds=120))
     found = find(str(folder / "checkpoints"))
     return load_file(Path(found.path, found.content["files"]["parameters"]))
 
 
 def test_every_snippet_runs() -> None:
-    assert sorted(SNIPPETS) == ["A", "Experts", "accelerate"]
+    assert sorted(SNIPPETS) == ["A", "Experts"]
     assert PAGE.count("```python") == len(BLOCKS) == len(SNIPPETS)
 
 
@@ -63,18 +95,8 @@ def test_data_that_ends_unevenly(tmp_path: Path) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    found = ran("Experts", tmp_path)
+    found = ran("Experts", tmp_path, EXPERTS, STEPS)
     assert len(found) == 14
-    assert all(v.isfinite().all() for v in found.values())
-
-
-@pytest.mark.integration
-def test_the_snippet_of_accelerate(tmp_path: Path) -> None:
-    before = huggingface("llama")
-    before.save_pretrained(tmp_path / "model")
-    found = ran("accelerate", tmp_path)
-    same = [torch.equal(found[n], p) for n, p in before.named_parameters()]
-    assert not any(same)
     assert all(v.isfinite().all() for v in found.values())
 
 
