@@ -156,7 +156,7 @@ test: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages
 
 test-all: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -n $(WORKERS) -m "not nightly and not gpu"
-	$(PYTEST) -n $(WORKERS) -m "not nightly and not gpu" --device lagging $(LAGGING)
+	$(PYTEST) -n $(WORKERS) -m "not integration and not nightly and not gpu" --device lagging $(LAGGING)
 
 test-nightly: $(VENV)/.built $(VENV)/.tools $(VENV)/.packages $(VENV)/.arm $(VENV)/.architectures $(VENV)/.ecosystem
 	$(PYTEST) -m "nightly and not gpu" --timeout 3600
