@@ -81,8 +81,8 @@ PURE = frozenset(
     ]
 )
 PICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
-#: Files with an `Unpickler` that has an allowlist of names.
-UNPICKLES = ("infinity/integrations/dcp.py",)
+#: Who imports what of these: an `Unpickler` with an allowlist of names.
+UNPICKLES = {("infinity/integrations/dcp.py", "pickle")}
 #: The one file that imports a native module.
 IMPORTERS = {"_aio": "infinity/hardware/aio_native.py", "_cpu_adam": "infinity/hardware/cpu_adam.py"}
 #: Rooms whose parts talk through objects with named methods: [Note: the seams].
@@ -147,13 +147,14 @@ def imports(house: House) -> Iterator[str]:
                 yield f"{where}, from a folder that comes later"
             if mine == "core" and top not in {*sys.stdlib_module_names, "torch", "yaml", "infinity"}:
                 yield f"{where}: `core` needs little"
-            if top in PICKLES and str(path) not in UNPICKLES:
+            if top in PICKLES and (str(path), name) not in UNPICKLES:
                 yield f"{where}: nothing is unpickled, but for checkpoints of other programs"
             for native, importer in IMPORTERS.items():
                 if re.match(rf"infinity\.{native}(\.|$)", name) and str(path) != importer:
                     yield f"{where}, which {importer} alone may"
     above = {p: targets & house.above.keys() for p, targets in house.above.items()}
-    while free := [p for p, targets in above.items() if not targets & above.keys()]:
+    # What imports nothing that is left, or is imported by nothing that is left, is in no circle.
+    while free := [p for p in above if not above[p] & above.keys() or p not in set().union(*above.values())]:
         for path in free:
             del above[path]
     if above:

@@ -142,21 +142,6 @@ def words(nvme: str, *more: str, width: int = 64) -> list[str]:
     return [*size, *engine, *places, *budgets, *more]
 
 
-def give_tokenizer(path: Path, text: str) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
-
-
 def findings(capsys: pytest.CaptureFixture[str], *directories: str) -> dict[str, dict[str, Any]]:
     capsys.readouterr()
     run(["doctor", "--json", *directories])

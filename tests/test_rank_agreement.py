@@ -97,7 +97,6 @@ def _moment(when: str) -> str:
 
 RUNS = [(stage, run) for stage in range(4) for run in range(len(cases(stage)))]
 QUICK = [(1, 0), (3, 0), (3, 1)]
-MORE = [(stage, run) for stage, run in RUNS if run == 0 or run % 4 == stage]
 
 
 @pytest.mark.first

@@ -291,10 +291,18 @@ ALLOWED[1] = ["skips a layer", "uses layers in another order", "asks for a state
 ALLOWED[0] = ALLOWED[1]
 WAYS = [(how, stage) for stage in (3, 2, 1, 0) for how in DIVERGES if how not in ALLOWED.get(stage, ())]
 QUICK = [("skips a layer", 3), ("raises in its forward", 3)]
-FULL = [w for w in WAYS if w not in QUICK and w[1] in (3, [*DIVERGES].index(w[0]) % 3)]
+#: Each way once in CI.
+ONCE = {how: stage for how, stage in reversed(WAYS) if (how, stage) not in QUICK}
 
 
-@pytest.mark.parametrize(("how", "stage"), quick(WAYS, QUICK))
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [
+        *QUICK,
+        *(pytest.param(*way, marks=pytest.mark.integration) for way in ONCE.items()),
+        *(pytest.param(*w, marks=pytest.mark.nightly) for w in WAYS if w not in [*QUICK, *ONCE.items()]),
+    ],
+)
 def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: Path) -> None:
     same, other = (text.replace("\n", "\n    ") for text in (SAME.get(how, "step()"), DIVERGES[how]))
     script = f"{HEAD}{LOOP}if rank == 0:\n    {same}\nelse:\n    {other}\nstep()\nstep()\n"

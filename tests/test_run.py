@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import infinity
@@ -26,6 +25,7 @@ from infinity.storage.folder import Claim, lock_directory
 from .command_line import ROOT, mounted, started, wait_for_line
 from .offloaded import wrap_adamw
 from .ranks import Result, run_ranks
+from .saved import assert_same, tensors
 
 #: A user's program: `python -c PROGRAM DIRECTORY TOTAL WIDTH ARGUMENTS`, those of `Run` as JSON, and `act`,
 #: which is done at the end of each step; `every`: bodies of the loop that make a step of the optimizer.
@@ -73,27 +73,6 @@ def made(*arguments: str, code: int = 0) -> tuple[str, str]:
         out, err = child.communicate(timeout=100)
     assert child.returncode == code, (out, err)
     return out, err
-
-
-def tensors(folder: object) -> dict[str, torch.Tensor]:
-    """Everything of the newest checkpoint that is a tensor, but for the generators that nobody draws from."""
-    found = find(str(folder))
-    return {
-        f"{stem} {name}": tensor
-        for stem in found.content["files"]
-        for name, tensor in load_file(Path(found.file(stem) or "")).items()
-        if "numpy" not in name and "python" not in name
-    }
-
-
-def assert_same(one: object, other: object) -> None:
-    ours, theirs = tensors(one), tensors(other)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def lines_of(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.open()]
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from infinity.core.sizes import MiB
 from infinity.storage.checkpoints import find, list_checkpoints
 
 from .command_line import ROOT, python, small_drive, started, wait_for_line
 from .ranks import all_well, run_ranks
+from .saved import assert_same
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("own_environment")]
@@ -41,23 +40,6 @@ def trained(*arguments: str, code: int = 0) -> tuple[str, str]:
     [(ended, out, err)] = run_ranks(1, ALONE, *arguments, seconds=150, imports=IMPORTS)
     assert ended == code, out + err
     return out, err
-
-
-def tensors(path: object) -> dict[str, torch.Tensor]:
-    """Return the tensors of the newest checkpoint, but for those of generators that nobody draws from."""
-    found = find(str(path))
-    return {
-        f"{stem} {name}": tensor
-        for stem in found.content["files"]
-        for name, tensor in load_file(Path(found.file(stem) or "")).items()
-        if "numpy" not in name and "python" not in name
-    }
-
-
-def assert_same(one: object, other: object) -> None:
-    ours, theirs = tensors(one), tensors(other)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_from_text_to_text(text: str, nvme: str, tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ _INDEX_LIMIT: Final = 1 << 30
 _LOOKS: Final = 100
 _STEP: Final = re.compile(r"step-(\d{1,15})")
 _ASIDE: Final = "damaged-"
-_NAME: Final = re.compile(rf"(?:{_ASIDE})*{_STEP.pattern}")
 _FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
 _MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
 _AGAIN: Final = "copy this checkpoint again from its source"
