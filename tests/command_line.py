@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,7 @@ import pytest
 from infinity.cli.main import run
 from infinity.core.sizes import MiB
 
+from . import children
 from .cgroup import unavailable
 
 ROOT = Path(__file__).parents[1]
@@ -70,14 +69,18 @@ def small_drive(folder: Path, nbytes: int) -> Iterator[str]:
 
 
 def python(
-    *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 200, text: bool = True
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 200,
+    text: bool = True,
+    cold: bool = False,
 ) -> subprocess.CompletedProcess[Any]:
-    return subprocess.run(
+    """Run a command line of this interpreter; see `children.py` for `cold`."""
+    return children.run(
         [sys.executable, *arguments],
-        capture_output=True,
         text=text,
         timeout=timeout,
-        check=False,
+        cold=cold,
         cwd=ROOT,
         env={**os.environ, **(env or {})},
     )
@@ -87,9 +90,7 @@ def python(
 def started(*arguments: str, **more: Any) -> Iterator[subprocess.Popen[str]]:
     """A child process that does not outlive the block."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-    if "preexec_fn" not in more:  # whoever runs these tests may have been told to ignore it (nohup)
-        pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-    with subprocess.Popen([sys.executable, "-u", *arguments], text=True, cwd=ROOT, **pipes) as child:
+    with children.Child([sys.executable, "-u", *arguments], text=True, cwd=ROOT, **pipes) as child:
         try:
             yield child
         finally:
