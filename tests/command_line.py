@@ -42,7 +42,7 @@ def need_root() -> None:
 
 @contextlib.contextmanager
 def mounted(*arguments: str) -> Iterator[str]:
-    """Mount at a place of its own; unmount whatever happens."""
+    """Mount at a place of its own; unmount whatever happens, also where this process is killed."""
     need_root()
     with tempfile.TemporaryDirectory() as place:
         done = subprocess.run(
@@ -50,10 +50,14 @@ def mounted(*arguments: str) -> Iterator[str]:
         )
         if done.returncode:
             unavailable(f"mount {' '.join(arguments)}: {done.stderr.strip()}")
-        try:
-            yield place
-        finally:
-            subprocess.run(["umount", "-l", place], check=True, timeout=30)
+        # It reads until this process closes the pipe, or ends.
+        unmounts = ["sh", "-c", 'read nothing; umount -l "$0"', place]
+        with subprocess.Popen(unmounts, stdin=subprocess.PIPE, start_new_session=True) as waiting:
+            try:
+                yield place
+            finally:
+                waiting.communicate(timeout=30)
+                assert waiting.returncode == 0
 
 
 @contextlib.contextmanager

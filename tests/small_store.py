@@ -17,19 +17,28 @@ from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Transfer
 
 PAGE = 4096
-
-
 NVME, HOST = Tier.NVME, Tier.HOST
-
-
 CHUNK = {
     "copy": Part((2 * PAGE,), (NVME,)),
     "state": Part((PAGE, PAGE, PAGE), (NVME,)),
     "gradient": Part((4 * PAGE,), (NVME,)),
 }
-
-
 ROOM = 4 * PAGE
+
+
+class Pins:
+    """A device that notes which host memory is pinned for it: (what, address, bytes)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin memory."""
+        self.calls.append(("pin", address, nbytes))
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Undo `register`."""
+        self.calls.append(("unpin", address, nbytes))
 
 
 def pool_of(buffers: int = 4, *, protect: bool = False) -> PinnedPool:

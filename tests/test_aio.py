@@ -12,14 +12,12 @@ import signal
 import struct
 import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from infinity.core.config import MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, Config
 from infinity.core.errors import (
     BackendError,
     ClosedError,
@@ -29,10 +27,10 @@ from infinity.core.errors import (
     ShortTransferError,
     TransferError,
 )
-from infinity.hardware import aio, aio_native, direct_file
+from infinity.hardware import aio, aio_native
 from infinity.hardware.aio import BACKENDS, DirectFile, Priority, Ring, Ticket, available_backends, crc32c
 
-from .command_line import python, started, wait_for_line
+from .command_line import python
 
 BLOCK = 4096
 WORKING = [name for name, verdict in available_backends().items() if verdict == "ok"]
@@ -140,87 +138,6 @@ def test_round_trip_of_any_range(ring: Ring, file: DirectFile) -> None:
         assert plain.read() == expected
 
 
-def test_many_threads_many_tickets(ring: Ring, file: DirectFile) -> None:
-    piece, count, workers = 10 * BLOCK, 12, 4
-    os.truncate(file.path, piece * count * workers)
-    failures: list[BaseException] = []
-
-    def work(worker: int) -> None:
-        try:
-            memory = Memory(piece * count)
-            content = random.Random(worker).randbytes(piece * count)
-            memory[:] = content
-            base = worker * piece * count
-            for direction in (ring.write, ring.read):
-                tickets = [
-                    direction(
-                        file, base + k * piece, memory.address + k * piece, piece, priority=Priority(k % 3)
-                    )
-                    for k in range(count)
-                ]
-                random.Random(worker).shuffle(tickets)
-                for ticket in tickets:
-                    ticket.wait()
-                assert memory[:] == content
-                memory[:] = bytes(piece * count) if direction == ring.write else content
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert not [f for f in failures if not isinstance(f, AssertionError)]
-    stats = ring.stats()
-    assert stats.bytes_written == stats.bytes_read == piece * count * workers
-    assert stats.queued_tickets == stats.blocks_in_flight == stats.failed_tickets == 0
-    assert sum(stats.submit_histogram) == stats.submits > 0
-    assert stats.cpu_seconds > 0
-
-
-@pytest.mark.parametrize("backend", WORKING)
-def test_random_delays_keep_the_bytes_and_not_the_order(directory: str, backend: str) -> None:
-    count = 24
-    finished: list[tuple[float, int]] = []
-    with (
-        Ring("slow", path=directory, backend=backend, queue_depth=16, delay_seed=7) as ring,
-        DirectFile.open(f"{directory}/slow", os.O_RDWR | os.O_CREAT) as file,
-    ):
-        memory, back = Memory(count * BLOCK), Memory(count * BLOCK)
-        memory[:] = random.Random(3).randbytes(count * BLOCK)
-        ring.write(file, 0, memory.address, count * BLOCK).wait()
-        ring.hold()
-        tickets = [ring.read(file, k * BLOCK, back.address + k * BLOCK, BLOCK) for k in range(count)]
-        ring.hold(False)
-        for number, ticket in enumerate(tickets):
-            ticket.wait()
-            finished.append((ticket.seconds[0] + ticket.seconds[1], number))
-        assert back[:] == memory[:]
-    assert [number for _, number in sorted(finished)] != list(range(count))
-
-
-def test_the_environment_asks_for_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFINITY_DELAY_SEED", "5")
-    with Ring("slow", backend="threads", queue_depth=1) as ring:
-        memory = Memory(BLOCK)
-        with open(__file__, "rb") as source:
-            file = DirectFile(__file__, source.fileno())
-            began = time.monotonic()
-            for _ in range(30):
-                ring.read(file, 0, memory.address, 512).wait()
-            assert time.monotonic() - began > 0.015  # 30 × 2 × ½ × 1.5 ms, if not a wide miss
-            file.close()
-
-
-def test_nothing_to_move(ring: Ring, file: DirectFile) -> None:
-    ticket = ring.write(file, 0, 0, 0)
-    ticket.wait()
-    assert ticket.done
-    assert file.size == 0
-
-
 # ---------------------------------------------------------------------------- priority
 
 
@@ -310,26 +227,7 @@ def test_wrong_arguments(ring: Ring, file: DirectFile) -> None:
         DirectFile.open("/nonexistent/file")
 
 
-@pytest.mark.parametrize(
-    ("name", "least", "most"),
-    [("block_bytes", 4096, MOST_BLOCK_BYTES), ("queue_depth", 1, MOST_QUEUE_DEPTH)],
-)
-def test_a_ring_takes_what_a_config_takes_and_no_more(name: str, least: int, most: int) -> None:
-    def open_ring(value: int) -> None:
-        Ring("x", backend="threads", threads=1, **{name: value}).close()
-
-    for value in (least, most):
-        Config(**{name: value})
-        open_ring(value)
-    for value in (0, most + 4096):
-        with pytest.raises(ConfigError):
-            Config(**{name: value})
-        with pytest.raises(ConfigError):
-            open_ring(value)
-
-
 @pytest.mark.root
-@pytest.mark.serial
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("backend", WORKING)
 def test_a_stalled_read_misses_its_deadline(
@@ -365,58 +263,6 @@ def test_a_stalled_read_misses_its_deadline(
     assert ticket.quarantined
     opened.close()
     other.close()
-
-
-@pytest.mark.root
-@pytest.mark.serial
-@pytest.mark.parametrize("backend", WORKING)
-def test_close_gives_up_after_its_timeout(stalled: Stalled, backend: str) -> None:
-    ring = Ring("stalled", backend=backend)
-    with open(__file__, "rb") as source:
-        ticket = ring.read(DirectFile(__file__, source.fileno()), 0, stalled.memory.address, 512)
-        began = time.monotonic()
-        with pytest.raises(DeadlineError):
-            ring.close(timeout=0.2)
-        assert 0.2 <= time.monotonic() - began < 2
-        assert ticket.quarantined
-        stalled.release()
-
-
-def test_close_drains(ring: Ring, file: DirectFile) -> None:
-    memory = Memory(4 << 20)
-    memory[:] = random.Random(4).randbytes(4 << 20)
-    tickets = [ring.write(file, k << 18, memory.address + (k << 18), 1 << 18) for k in range(16)]
-    ring.close()
-    assert all(ticket.done for ticket in tickets)
-    with open(file.path, "rb") as plain:
-        assert plain.read() == memory[:]
-    with pytest.raises(ClosedError):
-        ring.write(file, 0, memory.address, BLOCK)
-    assert ring.stats().bytes_written == 4 << 20
-
-
-def test_an_interrupt_ends_a_wait() -> None:
-    script = """
-        import sys
-        from tests.test_aio import *
-        ring, memory = Ring("x", backend="threads"), Memory(BLOCK)
-        ring.hold()
-        file = DirectFile("null", os.open(os.devnull, os.O_RDONLY))
-        ticket = ring.read(file, 0, memory.address, 8)
-        try:
-            print("waiting", flush=True)
-            ticket.wait()
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
-            sys.exit(7)
-        """
-    with started("-c", textwrap.dedent(script)) as child:
-        wait_for_line(child, "waiting")
-        began = time.monotonic()
-        child.send_signal(signal.SIGINT)
-        assert child.stdout.readline() == "interrupted\n"
-        assert time.monotonic() - began < 2
-        assert child.wait(60) == 7
 
 
 # ---------------------------------------------------------------------------- fork
@@ -580,49 +426,6 @@ def test_hints_change_nothing_but_speed(ring: Ring, file: DirectFile) -> None:
 
 
 # ---------------------------------------------------------------------------- open files
-
-
-def test_direct_file(directory: str) -> None:
-    path = f"{directory}/f"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    borrowed = DirectFile(path, fd)
-    assert not borrowed.direct
-    assert borrowed.plain_fd == fd
-    borrowed.close()
-    borrowed.close()
-    assert borrowed.closed
-    os.fstat(fd)  # still open: it was not ours
-    os.close(fd)
-    with pytest.raises(ClosedError):
-        _ = borrowed.size
-    with DirectFile.open(path) as file:
-        assert file.size == 0
-        assert os.get_inheritable(file.fd) is False
-        if file.direct:
-            assert file.plain_fd != file.fd
-            assert os.fstat(file.plain_fd).st_ino == os.fstat(file.fd).st_ino
-            os.rename(path, path + "-moved")  # /proc names the file itself
-            assert DirectFile(path, file.fd).direct
-    assert "fd=-1" in repr(file)
-
-
-def test_the_second_descriptor_without_proc(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = f"{directory}/f"
-    real = os.open
-
-    def without_proc(name: str, *arguments: int) -> int:
-        if str(name).startswith("/proc"):
-            raise FileNotFoundError(2, "no /proc")
-        return real(name, *arguments)
-
-    with DirectFile.open(path, os.O_RDWR | os.O_CREAT) as file:
-        monkeypatch.setattr(direct_file.os, "open", without_proc)
-        DirectFile(path, file.fd, direct=True).close()
-        os.rename(path, path + "-moved")
-        os.close(real(path, os.O_CREAT | os.O_RDWR))
-        with pytest.raises(DirectoryError, match="not the file"):
-            DirectFile(path, file.fd, direct=True)
-        monkeypatch.undo()
 
 
 # ---------------------------------------------------------------------------- checksums

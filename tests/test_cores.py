@@ -12,16 +12,13 @@ import torch
 
 import infinity
 from infinity.api.this_machine import threads_of
-from infinity.cli import doctor
-from infinity.core.errors import StorageError
-from infinity.hardware import cores, cpu_adam, probe
-from infinity.hardware.cores import Cores, adam_threads, choose_node, cpu_quota, local_ranks, prefer_node
+from infinity.hardware import cores, cpu_adam
+from infinity.hardware.cores import Cores, adam_threads, choose_node, cpu_quota, prefer_node
 from infinity.hardware.probe import NumaNode, gpu_numa_node, numa_node_of, numa_nodes
 from infinity.storage.memory import HostMapping, HostMemory
 from infinity.storage.pinned import PinnedPool
 
-from .command_line import python
-from .pins import Pins
+from .small_store import Pins
 
 
 def write(path: Path, text: str) -> Path:
@@ -37,9 +34,7 @@ def write(path: Path, text: str) -> Path:
     ("limits", "mine"),
     [
         (Cores(16, None, 1), 16),
-        (Cores(16, None, 4), 4),
         (Cores(16, None, 5), 3),
-        (Cores(16, 6.0, 1), 6),
         (Cores(16, 2.5, 1), 2),
         (Cores(16, 0.5, 1), 1),
         (Cores(4, 8.0, 1), 4),
@@ -70,12 +65,6 @@ def test_what_a_config_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert threads_of(infinity.Config(nvme=folders), staged=True) == 7  # nothing is on NVMe: no ring
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("", 1), ("4", 4), ("0", 1), ("-2", 1), ("many", 1), ("1", 1)])
-def test_ranks_of_this_machine(text: str, ranks: int) -> None:
-    assert local_ranks({"LOCAL_WORLD_SIZE": text}) == ranks
-    assert local_ranks({}) == 1
-
-
 def test_the_tightest_quota_above_counts_in_version_2(tmp_path: Path) -> None:
     proc = write(tmp_path / "cgroup", "0::/a/b\n")
     write(tmp_path / "fs/a/b/cpu.max", "max 100000\n")
@@ -83,50 +72,38 @@ def test_the_tightest_quota_above_counts_in_version_2(tmp_path: Path) -> None:
     assert cpu_quota(proc, tmp_path / "fs") == 2.5
     write(tmp_path / "fs/a/b/cpu.max", "150000 100000\n")
     assert cpu_quota(proc, tmp_path / "fs") == 1.5
-    write(tmp_path / "fs/a/cpu.max", "max 100000\n")
-    write(tmp_path / "fs/a/b/cpu.max", "max 100000\n")
-    assert cpu_quota(proc, tmp_path / "fs") is None
+    for text in ("max 100000\n", "rubbish\n"):
+        for folder in ("a", "a/b"):
+            write(tmp_path / "fs" / folder / "cpu.max", text)
+        assert cpu_quota(proc, tmp_path / "fs") is None
+    assert cpu_quota(tmp_path / "missing", tmp_path) is None
 
 
-@pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
-def test_a_quota_of_version_1(mount: str, tmp_path: Path) -> None:
+def test_a_quota_of_version_1(tmp_path: Path) -> None:
     proc = write(tmp_path / "cgroup", "5:cpu,cpuacct:/x\n4:cpuset:/y\n1:name=systemd:/\n")
-    folder = tmp_path / "fs" / mount / "x"
+    folder = tmp_path / "fs/cpu,cpuacct/x"
     write(folder / "cpu.cfs_quota_us", "-1\n")
     write(folder / "cpu.cfs_period_us", "100000\n")
     assert cpu_quota(proc, tmp_path / "fs") is None
     write(folder / "cpu.cfs_quota_us", "300000\n")
     assert cpu_quota(proc, tmp_path / "fs") == 3.0
     # In a container the path is the host's and the folder is not there: the root of the mount counts.
-    write(tmp_path / "fs" / mount / "cpu.cfs_quota_us", "100000\n")
-    write(tmp_path / "fs" / mount / "cpu.cfs_period_us", "50000\n")
+    write(tmp_path / "fs/cpu,cpuacct/cpu.cfs_quota_us", "100000\n")
+    write(tmp_path / "fs/cpu,cpuacct/cpu.cfs_period_us", "50000\n")
     write(proc, "5:cpu,cpuacct:/docker/0123\n")
     assert cpu_quota(proc, tmp_path / "fs") == 2.0
 
 
-def test_without_cgroups_there_is_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path / "missing", tmp_path) is None
-    proc = write(tmp_path / "cgroup", "0::/\n")
-    write(tmp_path / "fs/cpu.max", "rubbish\n")
-    assert cpu_quota(proc, tmp_path / "fs") is None
-
-
-def test_the_pool_follows_the_limits_and_torch_stays() -> None:
-    code = """
-import os, torch
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-torch.set_num_threads(3)
-from infinity.hardware import cores, cpu_adam
-assert cpu_adam.threads() == 1
-cores.cpu_quota = lambda: 6.5
-cores.allowed_cpus = lambda: frozenset(range(8))
-os.environ["LOCAL_WORLD_SIZE"] = "2"
-cpu_adam.set_threads(None)
-assert cpu_adam.threads() == 3, cpu_adam.threads()
-assert torch.get_num_threads() == 3
-"""
-    done = python("-c", code, env={"LOCAL_WORLD_SIZE": "1"}, timeout=120)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("kernel_as_before")
+def test_the_pool_follows_the_limits_and_torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 6.5)
+    monkeypatch.setattr(cores, "allowed_cpus", lambda: frozenset(range(8)))
+    for text, threads in (("2", 3), ("", 6), ("many", 6), ("0", 6)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+        cpu_adam.set_threads(None)
+        assert cpu_adam.threads() == threads
+    assert torch.get_num_threads() == before
 
 
 def test_who_may_not_ask_has_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,21 +112,6 @@ def test_who_may_not_ask_has_all_processors(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(cores.os, "sched_getaffinity", forbidden)
     assert len(cores.allowed_cpus()) == os.cpu_count()
-
-
-def test_the_doctor_shows_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.cores, "usable_cores", lambda: Cores(8, 0.5, 1))
-    found = {finding.name: finding for finding in doctor.processors()}
-    assert found["cores"].status == doctor.WARNING
-    assert "time of 0.5" in found["cores"].found
-    monkeypatch.setattr(doctor.cores, "usable_cores", lambda: Cores(8, None, 2))
-    monkeypatch.setattr(doctor.probe, "numa_nodes", lambda: (NEAR, FAR))
-    monkeypatch.setattr(doctor.cores, "allowed_cpus", lambda: FAR.cpus)
-    found = {finding.name: finding for finding in doctor.processors()}
-    assert "shared by 2 ranks" in found["cores"].found
-    assert "4 beside torch on the CPU, 3 with a GPU" in found["threads"].found
-    if not torch.cuda.is_available():
-        assert "on node 1" in found["buffers"].found
 
 
 # ---- NUMA ----
@@ -196,23 +158,6 @@ def test_nodes_and_devices_of_a_faked_machine(tmp_path: Path) -> None:
     assert choose_node(nodes, {0, 4}, None, [numa_node_of(drive)]) == 1
 
 
-def test_node_for_asks_the_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cpu")
-    monkeypatch.setattr(cores, "numa_nodes", lambda: (NEAR, FAR))
-    drive = probe.BlockDevice("nvme0n1", "259:0", None, None, False, 1)
-    monkeypatch.setattr(cores, "drive_of", lambda _: drive)
-    assert cores.node_for(device, [str(tmp_path)]) == 1
-
-    def missing(_: str) -> None:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(cores, "drive_of", missing)
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(NEAR.cpus))
-    assert cores.node_for(device, [str(tmp_path / "missing")]) == 0
-    monkeypatch.setattr(cores, "numa_nodes", lambda: (NEAR,))
-    assert cores.node_for(device, [str(tmp_path)]) is None
-
-
 def policy_at(address: int) -> str:
     """What /proc/self/numa_maps says of the mapping at `address` (numa(7))."""
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
@@ -245,16 +190,6 @@ def test_a_mapping_prefers_its_node() -> None:
     assert memory.take(4096).numel() == 4096
     unpinned = HostMemory(1 << 21, node=first)
     assert policy_at(unpinned.take(4096).data_ptr()) == "default"
-
-
-@pytest.mark.usefixtures("_with_mbind")
-def test_a_node_that_is_not_there_is_an_error() -> None:
-    mapping = HostMapping(1 << 21)
-    with pytest.raises(StorageError, match="NUMA node 900") as caught:
-        prefer_node(mapping.address, mapping.nbytes, 900)
-    assert caught.value.errno == errno.EINVAL
-    with pytest.raises(StorageError):
-        prefer_node(mapping.address + 1, mapping.nbytes, 0)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from infinity.hardware.aio import DirectFile
 from infinity.storage.arena import Arena
 from infinity.storage.checkpoints import Save
 from infinity.storage.folder import Claim, Folder
@@ -43,21 +42,11 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def arena_of(folder: Path) -> tuple[list[int], Callable[[], None]]:
-    arena = Arena(str(folder), MIB)
-    return [arena.fd, arena.file.plain_fd], arena.close
-
-
-def file_of(folder: Path) -> tuple[list[int], Callable[[], None]]:
-    file = DirectFile.open(str(folder / "file"), os.O_RDWR | os.O_CREAT)
-    return [file.fd, file.plain_fd], file.close
-
-
-@pytest.mark.parametrize("make", [arena_of, file_of])
 def test_a_fork_closes_no_number_that_was_closed_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., tuple[list[int], Callable[[], None]]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers, close = make(tmp_path)
+    arena = Arena(str(tmp_path), MIB)
+    numbers = [arena.fd, arena.file.plain_fd]
     real = os.close
     ends: list[int] = []
 
@@ -71,17 +60,14 @@ def test_a_fork_closes_no_number_that_was_closed_before_it(
                 real(end)
 
     monkeypatch.setattr(os, "close", closes)
-    close()
+    arena.close()
     assert ends
     assert not any(ends)
 
 
-@pytest.mark.parametrize("make", [arena_of, file_of])
-def test_a_fork_beside_a_close_keeps_no_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., tuple[list[int], Callable[[], None]]]
-) -> None:
-    numbers, close = make(tmp_path)
-    fd = numbers[0]
+def test_a_fork_beside_a_close_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(str(tmp_path), MIB)
+    fd = arena.fd
     real = os.close
     ends: list[int] = []
     forks = threading.Thread(target=lambda: ends.append(end_of(fork(lambda: not is_open(fd)))))
@@ -93,7 +79,7 @@ def test_a_fork_beside_a_close_keeps_no_copy(
         real(number)
 
     monkeypatch.setattr(os, "close", closes)
-    close()
+    arena.close()
     forks.join(30)
     assert ends == [0]
 

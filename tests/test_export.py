@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import infinity
@@ -18,7 +17,6 @@ from infinity.api.engine import engine_of
 from infinity.api.module_state import state_of
 from infinity.cli.main import run
 from infinity.core.errors import (
-    BudgetError,
     ClosedError,
     ConfigError,
     CorruptionError,
@@ -34,15 +32,9 @@ from .architectures import ARCHITECTURES
 from .models import GPT, huggingface
 from .offloaded import ON_HOST, config_for
 from .quick import quick
-from .ranks import all_well, run_ranks
 
 #: RWKV edits its parameters when it is evaluated; the rest is not of transformers.
 _LEFT_OUT = ("RWKV", "UNet2DCondition", "DiT", "Flux", "SD3", "EfficientNet", "Swin (timm)")
-
-
-has_reader = pytest.mark.skipif(
-    not hasattr(dcp, "HuggingFaceStorageReader"), reason=f"torch {torch.__version__} has no such reader"
-)
 
 
 def wrap(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, Any]:
@@ -76,7 +68,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(
     "name",
-    quick([n for n in ARCHITECTURES if n not in _LEFT_OUT], ["GPT-2", "Llama", "Qwen3", "Mixtral", "T5"]),
+    quick([n for n in ARCHITECTURES if n not in _LEFT_OUT], ["GPT-2", "Mixtral", "T5"]),
 )
 def test_transformers_reads_it_with_the_same_outputs(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -248,65 +240,18 @@ def test_a_module_of_any_kind_in_any_dtype(net: tuple[nn.Module, Any], tmp_path:
     train(model, adam, 1)
 
 
-@has_reader
-def test_the_reader_of_torch_takes_it_and_converts(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
-    """Whole models in one file or several; a tied parameter is in the files once."""
-    model, adam = net
-    infinity.save(adam, tmp_path / "saved")
-    for source, dtype, size in (
-        (model, "bf16", "5GB"),
-        (model, "fp32", "9KB"),
-        (tmp_path / "saved", None, "9KB"),
-    ):
-        folder = infinity.export(source, tmp_path / f"{source is model} {dtype}", dtype, size)
-        written = tensors_in(folder)
-        assert (len(list(Path(folder).glob("*.safetensors"))) > 1) == (size == "9KB")
-        read = Net()
-        state = {n: v for n, v in read.state_dict().items() if n != "head.weight"}
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-        assert_equal(state, {n: v.to(state[n].dtype) for n, v in written.items()})
-        assert torch.equal(read.head.weight, written["tokens.weight"].float())
-
-
-FSDP2 = """
-import sys, torch, torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import fully_shard
-from tests.test_export import Net, tensors_in
-torch.distributed.init_process_group("gloo")
-mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-state = fully_shard(Net(), mesh=mesh).state_dict()
-del state["head.weight"]
-dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(sys.argv[1]))
-for name, value in tensors_in(sys.argv[1]).items():
-    found = state[name]
-    if isinstance(found, torch.distributed.tensor.DTensor):
-        found = found.full_tensor()
-    assert torch.equal(found, value.to(found.dtype)), name
-assert state["tokens.weight"].to_local().shape[0] < state["tokens.weight"].shape[0]
-torch.distributed.destroy_process_group()
-"""
-
-
-@has_reader
-@pytest.mark.processes
-def test_ranks_of_fsdp2_read_their_shards(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
-    infinity.export(net[0], tmp_path / "out", "fp32", "9KB")
-    all_well(run_ranks(2, FSDP2, str(tmp_path / "out")))
-
-
 def test_delayed_updates_give_the_newest_values(tmp_path: Path) -> None:
-    for place in ("device", "host"):
-        settings = {**ON_HOST, "parameters": place, "update": "delayed", "delay_warmup_steps": 0}
-        model, adam = wrap(Net(), tmp_path / place, dtype="bf16", **settings)
-        train(model, adam, 3)
-        infinity.export(model, tmp_path / f"{place} bf16")
-        infinity.export(model, tmp_path / f"{place} fp32", "fp32")
-        newest = {n: v.clone() for n, v in model.state_dict().items() if n != "head.weight"}
-        assert_equal(tensors_in(tmp_path / f"{place} bf16"), newest)
-        found = tensors_in(tmp_path / f"{place} fp32")
-        assert torch.equal(found["tokens.weight"], masters(model)["tokens.weight"])
-        train(model, adam, 1)
-        infinity.close(adam)
+    settings = {**ON_HOST, "parameters": "device", "update": "delayed", "delay_warmup_steps": 0}
+    model, adam = wrap(Net(), tmp_path / "run", dtype="bf16", **settings)
+    train(model, adam, 3)
+    infinity.export(model, tmp_path / "bf16")
+    infinity.export(model, tmp_path / "fp32", "fp32")
+    newest = {n: v.clone() for n, v in model.state_dict().items() if n != "head.weight"}
+    assert_equal(tensors_in(tmp_path / "bf16"), newest)
+    found = tensors_in(tmp_path / "fp32")
+    assert torch.equal(found["tokens.weight"], masters(model)["tokens.weight"])
+    train(model, adam, 1)
+    infinity.close(adam)
 
 
 def test_the_config_names_the_dtype_that_was_written(tmp_path: Path) -> None:
@@ -346,49 +291,29 @@ def test_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 96
 
 
-def test_a_state_dict_beyond_the_budget_names_these_calls_and_they_do(tmp_path: Path) -> None:
-    config = {"host_memory": "14MiB", "device_memory": "6MiB", "read_ahead_memory": 0}
-    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
-    wanted = {n: v.clone() for n, v in layers.state_dict().items()}
-    model, adam = wrap(layers, tmp_path / "run", **config)
-    with pytest.raises(BudgetError) as caught:
-        model.state_dict()
-    assert "`infinity.export(model, path)`" in str(caught.value.cure)
-    assert "`infinity.save(optimizer, path)`" in str(caught.value.cure)
-    with pytest.raises(BudgetError, match=r"infinity\.save\(optimizer, path\)"):
-        adam.state_dict()
-    infinity.export(model, tmp_path / "out")
-    infinity.save(adam, tmp_path / "saved")
-    assert_equal(tensors_in(tmp_path / "out"), wanted)
-    infinity.close(adam)
-
-
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
     net: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
     model, adam = net
     saved = infinity.save(adam, tmp_path / "saved")
     out = tmp_path / "a" / "b"
-    with pytest.raises(ConfigError, match="merge_adapters"):
-        infinity.export(model, out, merge_adapters=True)
-    with pytest.raises(ConfigError, match="merge_adapters"):
-        infinity.export(saved, out, merge_adapters=True)
-    with pytest.raises(ConfigError, match="tokenizer"):
-        infinity.export(model, out, tokenizer="gpt2")
-    with pytest.raises(ConfigError, match="dtype"):
-        infinity.export(model, out, "int8")
-    with pytest.raises(ConfigError, match="max_shard_size"):
-        infinity.export(model, out, max_shard_size="many")
+    double = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex128))])
+    refused: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
+        (model, ConfigError, "merge_adapters", {"merge_adapters": True}),
+        (saved, ConfigError, "merge_adapters", {"merge_adapters": True}),
+        (model, ConfigError, "tokenizer", {"tokenizer": "gpt2"}),
+        (model, ConfigError, "dtype", {"dtype": "int8"}),
+        (model, ConfigError, "max_shard_size", {"max_shard_size": "many"}),
+        ([model], WrapError, "takes a model", {}),
+        (tmp_path / "nothing", DirectoryError, "no checkpoint", {}),
+        (nn.Linear(3, 3, device="meta"), StateDictError, "meta", {}),
+        (double, StateDictError, "float64", {}),
+    ]
+    for source, kind, message, options in refused:
+        with pytest.raises(kind, match=message):
+            infinity.export(source, out, **options)
     with pytest.raises(ConfigError, match="the path of the model directory is empty"):
         infinity.export(model, "")
-    with pytest.raises(WrapError, match="takes a model"):
-        infinity.export([model], out)  # type: ignore[arg-type]
-    with pytest.raises(DirectoryError, match="no checkpoint"):
-        infinity.export(tmp_path / "nothing", out)
-    with pytest.raises(StateDictError, match="meta"):
-        infinity.export(nn.Linear(3, 3, device="meta"), out)
-    with pytest.raises(StateDictError, match="float64"):
-        infinity.export(nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex128))]), out)
     with infinity.gathered(model.norm, write=True):
         with pytest.raises(ParameterError, match="leave `with infinity"):
             infinity.export(model, out)
@@ -458,37 +383,22 @@ def test_hostile_and_damaged_checkpoints_are_refused(net: tuple[nn.Module, Any],
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, adam = wrap(ARCHITECTURES["Llama"].build(), tmp_path / "run", dtype="bf16")
-    infinity.save(adam, tmp_path / "llama")
-    wanted = {n: v.clone() for n, v in model.state_dict().items()}
-    infinity.close(adam)
     _, adam = wrap(GPT(tied=True), tmp_path / "run")
     infinity.save(adam, tmp_path / "gpt")
     infinity.close(adam)
 
-    arguments = ["export", str(tmp_path / "llama"), str(tmp_path / "out"), "--dtype", "bf16"]
-    assert run(arguments) == 0
-    shown = capsys.readouterr()
-    assert f"the checkpoint {tmp_path / 'llama' / 'step-0'}, of 0 steps of the optimizer" in shown.out
-    assert f"transformers.LlamaForCausalLM.from_pretrained('{tmp_path / 'out'}')" in shown.out
-    assert "--init-from" not in shown.out
-    assert shown.err == ""
-    assert_equal(tensors_in(tmp_path / "out"), wanted)
-    assert run([*arguments, "--json"]) == 2
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert error["what"].endswith("is not empty")
-    assert error["cure"].startswith("name another directory")
-
     assert run(["export", str(tmp_path / "gpt"), str(tmp_path / "plain"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert shown.err == ""
     assert list(found["files"]) == ["model.safetensors"]
     assert found["bytes"] == (tmp_path / "plain" / "model.safetensors").stat().st_size
     assert found["load"].startswith("safetensors.torch.load_model(model, ")
+    assert run(["export", str(tmp_path / "gpt"), str(tmp_path / "plain"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["what"].endswith("is not empty")
     small = ["export", str(tmp_path / "gpt"), str(tmp_path / "small"), "--max-shard-size", "100KB"]
     assert run(small) == 0
-    shown_ = capsys.readouterr().out
-    assert "load_file(file)" in shown_
-    assert "--init-from does not take" in shown_
+    assert "load_file(file)" in capsys.readouterr().out
     assert_equal(tensors_in(tmp_path / "small"), tensors_in(tmp_path / "plain"))
     for wrong in (
         [*small[:3], "--dtype", "int8"],

@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import os
+import select
 import shutil
 import signal
 import statistics
@@ -32,10 +33,9 @@ from infinity.core.errors import (
     TransferError,
 )
 
-from . import fault_runs, inner, models
+from . import inner, models
 from .command_line import mounted
 from .faults import FaultFS, build, missing_means
-from .quick import quick
 
 _ROOT = Path(__file__).parents[1]
 #: In a shell: `INFINITY_FAULT_SEED=7 pytest tests/test_faults.py` draws another sample.
@@ -109,18 +109,16 @@ def check_campaign(runs: list[tuple[dict[str, Any], dict[str, Any]]], at_least: 
 
 @pytest.mark.integration
 @pytest.mark.root
-@pytest.mark.serial
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", quick([200, 100], [100]))
 def test_a_fault_at_any_operation_ends_with_the_same_bits_or_a_typed_error(
-    count: int, pytestconfig: pytest.Config
+    pytestconfig: pytest.Config,
 ) -> None:
     need_means()
     if pytestconfig.getoption("--device") != "cpu":
-        runs = run_campaign(count, "--lagging", timeout=500)
-        assert sum(o["fired"] for _, o in runs) >= 0.08 * count  # every tenth is a training run
+        runs = run_campaign(100, "--lagging", timeout=500)
+        assert sum(o["fired"] for _, o in runs) >= 8  # every tenth is a training run
     else:
-        check_campaign(run_campaign(count, timeout=500), count)
+        check_campaign(run_campaign(100, timeout=500), 100)
 
 
 @pytest.mark.root
@@ -193,33 +191,53 @@ def undisturbed() -> list[float]:
         shutil.rmtree(folder)
 
 
+@contextlib.contextmanager
+def child(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that is killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def line_of(process: subprocess.Popen[str], seconds: float = 240) -> str:
+    """Return its next line."""
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], seconds)[0], f"no line within {seconds} s"
+    return process.stdout.readline()
+
+
 # ------------------------------------------------------------------------------- directories
 
 
 @pytest.mark.root
-def test_a_full_file_system_is_refused_before_anything_is_touched() -> None:
-    with mounted("-t", "tmpfs", "-o", "size=256k", "none") as place:
-        drive = Path(place)
-        run = Training(drive)
-        with pytest.raises(DirectoryError, match="has not enough free space") as caught:
-            run.wrap()
-        assert caught.value.errno == errno.ENOSPC
-        assert os.listdir(drive) == []
-        run.untouched()
-
-
-@pytest.mark.root
-def test_a_read_only_mount_is_refused_before_anything_is_touched() -> None:
-    with mounted("-t", "tmpfs", "-o", "ro", "none") as place:
+@pytest.mark.parametrize(
+    ("option", "message", "number"),
+    [("size=256k", "has not enough free space", errno.ENOSPC), ("ro", "read-only", errno.EROFS)],
+)
+def test_a_drive_that_cannot_be_used_is_refused_before_anything_is_touched(
+    option: str, message: str, number: int
+) -> None:
+    with mounted("-t", "tmpfs", "-o", option, "none") as place:
         run = Training(Path(place))
-        with pytest.raises(DirectoryError, match="read-only") as caught:
+        with pytest.raises(DirectoryError, match=message) as caught:
             run.wrap()
-        assert caught.value.errno == errno.EROFS
+        assert caught.value.errno == number
+        assert os.listdir(place) == []
         run.untouched()
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("value", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("value", [errno.ENOSPC, errno.EIO])
 def test_space_that_cannot_be_taken_is_refused_before_anything_is_touched(
     faultfs: Path, tmp_path: Path, value: int
 ) -> None:
@@ -272,21 +290,13 @@ def test_a_mount_that_is_gone(faultfs: Path, tmp_path: Path, where: str) -> None
                 infinity.close(run.adam)
 
 
-ON_A_MOUNT_THAT_GOES = """
-import signal, sys, torch
+_ON_A_MOUNT_THAT_GOES = """
+import sys, torch
 from torch import nn
 import infinity
 from infinity.core.errors import StorageError
 
-signal.alarm(120)
 config = infinity.Config(device="cpu", dtype="fp32", nvme=sys.argv[1], parameters="nvme")
-if sys.argv[2:]:
-    with infinity.init(config):
-        # It holds the scratch file until the process ends.
-        hook = next(iter(torch.nn.modules.module._global_parameter_registration_hooks.values()))
-    print("trained", flush=True)
-    sys.stdin.readline()  # the mount goes meanwhile
-    sys.exit()
 try:
     with infinity.init(config):
         nn.Linear(1000, 100)
@@ -297,41 +307,28 @@ model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config
 model(torch.ones(1, 1000)).sum().backward()
 adam.step()
 infinity.close(adam)
+with infinity.init(config):
+    # It holds the scratch file until the process ends.
+    hook = next(iter(torch.nn.modules.module._global_parameter_registration_hooks.values()))
 print("trained", flush=True)
+sys.stdin.readline()  # the mount goes meanwhile
 """
 
 
 @pytest.mark.processes
 @pytest.mark.root
-@pytest.mark.parametrize("goes", [False, True])
-def test_a_file_system_that_cannot_map_files(goes: bool, faultfs: Path, tmp_path: Path) -> None:
+def test_a_file_system_that_cannot_map_files(faultfs: Path, tmp_path: Path) -> None:
     """`init` says what works there; and a scratch file whose mount is gone ends without a word."""
-    with FaultFS(faultfs, tmp_path / "fs") as fs:
-        child = subprocess.Popen(
-            [sys.executable, "-c", ON_A_MOUNT_THAT_GOES, str(fs.path), *["goes"] * goes],
-            cwd=_ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert child.stdout is not None
-            lines = []
-            while not lines or lines[-1] not in ("trained\n", ""):
-                lines.append(child.stdout.readline())
-            told = "".join(lines)
-            if goes:
-                fs.unmount()
-            _, err = child.communicate("\n", timeout=60)
-        finally:
-            child.kill()
-            child.communicate()
-    assert child.returncode == 0, err
-    if not goes:
-        assert "cannot be mapped" in told
-        assert "build it without `init`" in told
-    assert lines[-1] == "trained\n"
+    with FaultFS(faultfs, tmp_path / "fs") as fs, child(_ON_A_MOUNT_THAT_GOES, fs.path) as process:
+        told = []
+        while not told or told[-1] not in ("trained\n", ""):
+            told.append(line_of(process))
+        fs.unmount()
+        _, err = process.communicate("\n", timeout=60)
+        assert process.returncode == 0, err
+    assert told[-1] == "trained\n"
+    assert "cannot be mapped" in "".join(told)
+    assert "build it without `init`" in "".join(told)
     assert "Traceback" not in err
     assert "Errno" not in err
 
@@ -425,33 +422,13 @@ with Training(Path(sys.argv[1])) as run:
 """
 
 
-@contextlib.contextmanager
-def child(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that is killed in the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
-
-
 @pytest.mark.on_cpu
 def test_two_runs_in_a_directory_and_a_kill(tmp_path: Path, undisturbed: list[float]) -> None:
     with child(_CHILD, tmp_path) as first, Training(tmp_path) as second:
-        assert first.stdin is not None
-        assert first.stdout is not None
-        losses = [float(first.stdout.readline())]
+        losses = [float(line_of(first))]
         second.steps(2)
         print(file=first.stdin, flush=True)  # the first goes on, unharmed
-        losses.append(float(first.stdout.readline()))
+        losses.append(float(line_of(first)))
         assert losses == undisturbed[:2]
         print(file=first.stdin, flush=True)
         time.sleep(0.02)  # somewhere in a step
@@ -486,19 +463,11 @@ finally:
 @pytest.mark.serial
 @pytest.mark.parametrize(
     ("backend", "update", "closes", "op"),
-    quick(
-        [
-            (*how, op)
-            for how in (
-                ("libaio", "overlap", ""),
-                ("threads", "overlap", ""),
-                ("libaio", "overlap", "closes"),
-                ("threads", "delayed", "closes"),
-            )
-            for op in ("read", "write")
-        ],
-        [("threads", "overlap", "", "write"), ("libaio", "overlap", "closes", "read")],
-    ),
+    [
+        ("threads", "overlap", "", "write"),
+        ("libaio", "overlap", "closes", "read"),
+        ("threads", "delayed", "closes", "read"),
+    ],
 )
 def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
     faultfs: Path, tmp_path: Path, backend: str, update: str, closes: str, op: str
@@ -509,10 +478,8 @@ def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
         FaultFS(faultfs, tmp_path / "fs") as fs,
         child(_STALLED, fs.path, backend, told, update, closes) as process,
     ):
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            assert process.stdout.readline() == "ready\n"
+            assert line_of(process) == "ready\n"
             fs.arm(op, "stall", 1, for_good=True)
             print(file=process.stdin, flush=True)
             until = time.monotonic() + 30
@@ -534,7 +501,6 @@ def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
 
 
 @pytest.mark.root
-@pytest.mark.serial
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_drive_that_stops_answering(faultfs: Path, tmp_path: Path, op: str) -> None:
     """Every call ends with an error, and soon."""
@@ -557,14 +523,3 @@ def test_a_drive_that_stops_answering(faultfs: Path, tmp_path: Path, op: str) ->
             assert time.monotonic() - began < 5
         finally:
             fs.unmount()
-
-
-def test_runs_on_a_healthy_directory(tmp_path: Path) -> None:
-    """The runs of the injections themselves: the same bits on every backend, with random delays."""
-    digests = {
-        fault_runs.store_run([str(tmp_path)], backend=backend, deadline=60.0, slots=slots, delay_seed=seed)
-        for backend in ("libaio", "syscall", "uring", "threads")
-        for slots in (1, 2)
-        for seed in (None, 5)
-    }
-    assert len(digests) == 1

@@ -18,9 +18,6 @@ from infinity.core.errors import ConfigError
 from infinity.core.sizes import GiB
 from infinity.planning.cures import as_options
 
-from .command_line import python
-from .quick import covering
-
 EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
 MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--batch", "2", "--sequence", "48"]
 CHUNKS = ["--chunk-elements", "65536"]
@@ -68,18 +65,11 @@ def test_the_example() -> None:
         ("host: {memory: 1GiB}\nhots: 3", "hots"),
         ("device: {memory: 1GiB}", "host"),
         ("host: {memory: much}", "much"),
-        ("host: {memory: 1GiB, bandwidth: -3}", "bandwidth"),
         ("host: {memory: 1GiB, bandwidth: .nan}", "bandwidth"),
-        ("host: {memory: 1GiB, bandwidth: 0}", "bandwidth"),
         ("host: {memory: 1GiB, bandwidth: 1.0e-300}", "bandwidth"),
         ("{host: {memory: 1GiB}, drives: {directory: /a}}", "list"),
         ("{host: {memory: 1GiB}, drives: [{directory: a, capacity: 1}]}", "absolute"),
         ("{host: {memory: 1GiB}, drives: [{directory: /a}]}", "capacity"),
-        (
-            "{host: {memory: 1GiB}, drives: [{directory: /a, capacity: 1}, {directory: /a/, capacity: 1}]}",
-            "diff",
-        ),
-        ("[1]", "name: value"),
         ("", "name: value"),
         ("a: b: c", "YAML"),
         ("[" * 5000, "YAML"),
@@ -116,28 +106,6 @@ def test_nothing_of_this_machine_is_read(
     assert "--nvme /drives/a" in result["problems"][0]["cure"]
 
 
-@pytest.mark.first
-@pytest.mark.processes
-@pytest.mark.parametrize("may_have", [None, True, False])
-def test_torch_is_asked_for_a_device_only_where_one_may_be(may_have: bool | None) -> None:
-    """`may_have`: what stands for the look at the machine; None: nothing does."""
-    code = f"""
-import sys
-from infinity.cli import machine
-if {may_have} is not None:
-    machine._may_have_gpu = lambda: {may_have}
-said, asked = machine.has_cuda(), "torch" in sys.modules
-assert asked or not said
-assert {may_have} in (None, asked)
-import torch
-here = torch.cuda.is_available()
-assert said == here or {may_have} is False
-assert machine.has_cuda() == here  # who has it asks it
-"""
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "cure"), [(("--nvme", "/mnt"), "--nvme /drives/a"), (("--device", "cuda"), "--device cpu")]
 )
@@ -168,9 +136,7 @@ def bound(result: dict[str, Any]) -> float:
     return max(result["bounds_seconds"].values())
 
 
-@covering
-@pytest.mark.parametrize("host", ["10MiB", "40MiB", "100MiB"])
-@pytest.mark.parametrize("device", ["16MiB", "24MiB", "70MiB"])
+@pytest.mark.parametrize(("device", "host"), [("16MiB", "40MiB"), ("70MiB", "10MiB")])
 def test_no_placement_that_fits_is_faster(
     host: str, device: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -197,26 +163,17 @@ def test_no_placement_that_fits_is_faster(
     assert fitted
 
 
-def test_chunks_are_smaller_where_nothing_fits_without(
+def test_chunks_are_smaller_where_nothing_fits_without_and_what_is_missing_is_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = machine(tmp_path, host={"memory": "16MiB", "bandwidth": 50})
-    case = ["--machine", path, *MODEL]
-    code, _ = plan(capsys, *case, "--chunk-elements", "1048576")
-    assert code == 1
-    code, best = plan(capsys, *case, "--chunk-elements", "1048576", "--fit")
+    case = ["--machine", path, *MODEL, "--chunk-elements", "1048576"]
+    assert plan(capsys, *case)[0] == 1
+    code, best = plan(capsys, *case, "--fit")
     assert code == 0
     words = options_of(best)
     assert words[words.index("--chunk-elements") + 1] == "262144"
     assert "--recompute" not in words
-    code, again = plan(capsys, "--machine", path, *MODEL, *words)
-    assert code == 0
-    assert again == {k: v for k, v in best.items() if k not in ("settings", "recompute")}
-
-
-def test_fit_says_what_is_missing_when_nothing_fits(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
     path = machine(tmp_path, host={"memory": "1MiB"})
     code, result = plan(capsys, "--machine", path, *MODEL, *CHUNKS, "--fit")
     assert code == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import signal
 import threading
 import time
 
@@ -15,35 +13,16 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, ClosedError, DeadlineError, StorageError
 from infinity.hardware.streams import Task, is_over, wait_over
 from infinity.params.load import Load
-from infinity.storage.memory import HostMemory
 from infinity.storage.pinned import Lease, PinnedPool
 
-from .forked import run_forked
-from .pins import Pins
 from .small_net import Wrapped
+from .small_store import Pins
 
 KIB = 1024
 
 
 def pool_of(buffers: int = 2, nbytes: int = 8 * KIB, *, protect: bool = False) -> PinnedPool:
     return PinnedPool({"load": (nbytes, buffers), "update": (nbytes * 2, 1)}, protect=protect)
-
-
-@pytest.mark.parametrize("protect", [False, True])
-def test_buffers_are_aligned_and_disjoint(protect: bool) -> None:
-    pool = PinnedPool({"a": (5000, 3), "b": (4096, 2)}, protect=protect)
-    leases = [pool.lease("a", 5000) for _ in range(3)] + [pool.lease("b", 10), pool.lease("b", 4096)]
-    ranges = sorted((x.address, x.address + x.room) for x in leases)
-    assert all(x.address % 4096 == 0 and x.io_address % 4096 == 0 for x in leases)
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
-    assert pool.nbytes == 3 * 8192 + 2 * 4096
-    for number, lease in enumerate(leases):
-        lease.tensor().fill_(number + 1)
-    for number, lease in enumerate(leases):
-        view = lease.tensor()
-        assert view.numel() == lease.nbytes
-        assert view.data_ptr() == lease.address
-        assert bool((view == number + 1).all())
 
 
 def test_memory_is_only_taken_when_touched_unless_registered() -> None:
@@ -80,20 +59,6 @@ def test_a_failing_registration_undoes_the_others() -> None:
     ]
 
 
-def test_tensor_views_do_not_copy_and_keep_their_range() -> None:
-    pool = pool_of()
-    lease = pool.lease("load", 8 * KIB)
-    lease.tensor(torch.float32, 4096, 16).fill_(1.5)
-    assert lease.tensor()[4096:4100].tolist() == [0, 0, 0xC0, 0x3F]
-    assert lease.tensor(torch.bfloat16, 8).numel() == (8 * KIB - 8) // 2
-    for offset, numel in ((-4, 1), (0, 2049), (8188, 2), (8192, 1), (0, -1)):
-        with pytest.raises(ValueError, match="not within a lease"):
-            lease.tensor(torch.float32, offset, numel)
-    lease.release()
-    with pytest.raises(ClosedError):
-        lease.tensor()
-
-
 def test_try_lease_and_deadline_name_the_quota() -> None:
     pool = pool_of()
     held = [pool.try_lease("load", 1), pool.try_lease("load", 8 * KIB)]
@@ -115,19 +80,6 @@ def test_try_lease_and_deadline_name_the_quota() -> None:
     with pool.lease("update", 1):
         assert pool.stats()["update"].in_use == 16 * KIB
     assert pool.stats()["update"].in_use == 0
-
-
-def test_a_blocked_lease_gets_the_buffer_that_comes_home() -> None:
-    pool = pool_of(1)
-    first = pool.lease("load", 1)
-    got: list[Lease] = []
-    waiter = threading.Thread(target=lambda: got.append(pool.lease("load", 1, timeout=20)), daemon=True)
-    waiter.start()
-    while pool.stats()["load"].waits == 0:
-        time.sleep(0.001)
-    first.release()
-    waiter.join(20)
-    assert [x.address for x in got] == [first.address]
 
 
 def test_what_a_copy_still_reads_is_not_lent_and_nobody_waits_to_give_it_up() -> None:
@@ -283,30 +235,6 @@ def test_close_wakes_waiters_and_lends_nothing_more() -> None:
     held.release()
 
 
-def test_many_threads_never_share_a_buffer() -> None:
-    pool = pool_of(3)
-    clashes: list[int] = []
-
-    def work(number: int) -> None:
-        for _ in range(100):
-            with pool.lease("load", 64, timeout=20) as lease:
-                view = lease.tensor()
-                view.fill_(number)
-                time.sleep(0)
-                if int(view.sum()) != 64 * number:
-                    clashes.append(number)
-
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(1, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert clashes == []
-    stats = pool.stats()["load"]
-    assert (stats.in_use, stats.leases) == (0, 600)
-
-
 def test_a_child_has_no_pinned_memory() -> None:
     pool = pool_of()
     lease = pool.lease("load", 16)
@@ -335,52 +263,6 @@ def test_protection_is_by_range_and_nests() -> None:
     lease.end_io(4096, 4096, into=False)
     lease.end_io(0, 4096, into=True)
     lease.tensor().fill_(1)
-
-
-_TOUCH = """
-import sys
-from infinity.storage.pinned import PinnedPool
-pool = PinnedPool({"a": (8192, 1)}, protect=True)
-lease = pool.lease("a", 8192)
-view = lease.tensor()
-view.fill_(1)
-lease.begin_io(0, 8192, into=sys.argv[1] == "into")
-lease.begin_io(0, 4096, into=False)
-lease.end_io(0, 4096, into=False)   # still one transfer under way
-print("ready", flush=True)
-if sys.argv[2] == "read":
-    view[0].item()
-elif sys.argv[2] == "write":
-    view[0] = 5
-print("done", flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("direction", "touch", "dies"),
-    [("into", "read", True), ("into", "write", True), ("out", "write", True), ("out", "read", False)],
-)
-def test_touching_a_buffer_in_flight_is_a_fault(direction: str, touch: str, dies: bool) -> None:
-    wanted = (-signal.SIGSEGV, "ready\n") if dies else (0, "ready\ndone\n")
-    assert run_forked(_TOUCH, direction, touch) == wanted
-
-
-def test_host_memory_hands_out_aligned_extents_until_it_is_full() -> None:
-    pins = Pins()
-    memory = HostMemory(3 * 4096, pins=pins)
-    first, second = memory.take(100), memory.take(4096)
-    assert first.data_ptr() % 4096 == second.data_ptr() % 4096 == 0
-    assert second.data_ptr() - first.data_ptr() == 4096
-    assert int(first.sum()) == 0
-    assert memory.take(0).numel() == 0
-    with pytest.raises(BudgetError, match="full"):
-        memory.take(4097)
-    second.fill_(9)
-    memory.close()
-    memory.close()
-    assert [(what, n) for what, _, n in pins.calls] == [("pin", 3 * 4096), ("unpin", 3 * 4096)]
-    assert int(second[-1]) == 9
-    assert HostMemory(0).take(0).numel() == 0
 
 
 def test_memory_that_the_system_refuses_is_a_budget_error() -> None:

@@ -59,7 +59,7 @@ def test_the_safetensors_library_reads_it_and_writes_what_is_read(tmp_path: Path
             assert content(tensor) == content(tensors[name])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_size_have_the_same_checksums(
     data: Any, tmp_path_factory: pytest.TempPathFactory
@@ -115,47 +115,6 @@ def test_every_flip_is_named(tmp_path: Path, ring: Ring, monkeypatch: pytest.Mon
     read_all(path, ring, sums)
 
 
-@pytest.mark.parametrize("flipped", [None, 4097, 8100, 12002])
-def test_several_write_and_read_one_file(
-    flipped: int | None, tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each its own part of every tensor; cuts are anywhere in ranges and blocks."""
-    monkeypatch.setattr(checksums, "RANGE_NBYTES", 4096)
-    path, wanted = str(tmp_path / "x"), {"a": values(torch.float32, 3001), "b": values(torch.float32, 7)}
-    sums = write_all(str(tmp_path / "whole"), wanted, ring)
-    specs = {name: (t.dtype, t.shape) for name, t in wanted.items()}
-    cuts = [(0, 1100), (1100, 1200), (1200, 2900), (2900, 3001)]
-    with TensorFile.create(path, specs, ring) as made:
-        pieces = []
-        for number, (begin, end) in enumerate(reversed(cuts)):
-            with TensorFile.join(path, specs, ring) as file:
-                file.write("a", begin, wanted["a"][begin:end])
-                if number == 2:
-                    file.write("b", 0, wanted["b"])
-                pieces.append(json.loads(json.dumps(file.pieces())))
-        assert made.checksums(pieces) == sums
-    assert Path(path).read_bytes() == (tmp_path / "whole").read_bytes()
-    if flipped is not None:
-        data = bytearray(Path(path).read_bytes())
-        data[len(data) - 12032 + flipped] ^= 2
-        Path(path).write_bytes(data)
-    pieces = []
-    found = None
-    try:
-        for begin, end in cuts:
-            with TensorFile.open(path, ring, sums) as file:
-                file.read("a", begin, torch.empty(end - begin))
-                pieces.append(file.pieces())
-        with TensorFile.open(path, ring, sums) as file:
-            file.read("b", 0, torch.empty(7))
-            file.compare(pieces)
-    except CorruptionError as error:
-        found = error.offset
-    first = os.path.getsize(path) - 12032
-    ranges = {None: None, 4097: first + 4096, 8100: first + 4096, 12002: first + 8192}
-    assert found == ranges[flipped]
-
-
 def header(entries: dict[str, Any]) -> bytes:
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
@@ -188,9 +147,9 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_files_are_refused(kind: str, tmp_path: Path, ring: Ring) -> None:
+def test_hostile_files_are_refused(tmp_path: Path, ring: Ring) -> None:
     path = tmp_path / "x"
-    path.write_bytes(HOSTILE[kind])
-    with pytest.raises(CorruptionError, match="not a readable safetensors file"):
-        TensorFile.open(str(path), ring)
+    for kind, content in HOSTILE.items():
+        path.write_bytes(content)
+        with pytest.raises(CorruptionError, match="not a readable safetensors file"):
+            pytest.fail(f"was read: {kind}, {TensorFile.open(str(path), ring)}")

@@ -1,0 +1,440 @@
+"""The store: what its parts hold, in which order transfers begin, and what each kind of error leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.core.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptionError,
+    DeadlineError,
+    DirectoryError,
+    ShortTransferError,
+    StorageError,
+    TransferError,
+)
+from infinity.hardware.aio import DirectFile, Ticket, crc32c
+from infinity.storage.store import Part, Store
+
+from .forked import run_forked
+from .shortage import Shortage
+from .small_store import (
+    CHUNK,
+    HOST,
+    NVME,
+    PAGE,
+    ROOM,
+    Pins,
+    arena_file,
+    bytes_of,
+    fill,
+    get,
+    need_backend,
+    pool_of,
+    put,
+    store_of,
+)
+
+# ---------------------------------------------------------------------------- contents
+
+
+def test_parts_on_the_host_are_memory() -> None:
+    pins, pool = Pins(), pool_of()
+    spec = {"state": Part((PAGE, PAGE), (HOST,)), "gradient": Part((PAGE,), (HOST,))}
+    store = Store([spec, spec], directories=[], pool=pool, pins=pins)
+    view = store.view(1, "state", torch.float32)
+    assert view.numel() == 2 * PAGE // 4
+    assert view.data_ptr() % PAGE == 0
+    with pool.lease("a", ROOM) as lease:
+        fill(lease, 5)
+        assert store.write(1, "state", lease, PAGE, sections=range(1, 2)).done
+        assert store.view(1, "state").tolist() == [0] * PAGE + [5] * PAGE
+        store.view(1, "state").fill_(6)
+        store.read(1, "state", lease, PAGE).wait()
+        assert lease.tensor().tolist() == [5] * PAGE + [6] * 2 * PAGE + [5] * PAGE
+        store.write(0, "gradient", lease, nbytes=10)
+        assert store.read(0, "gradient", lease).nbytes == 10
+    assert store.tier(0, "state") is HOST
+    store.close()
+    assert [(what, n) for what, _, n in pins.calls] == [("pin", 6 * PAGE), ("unpin", 6 * PAGE)]
+
+
+def test_ranges_that_do_not_fit_are_refused_before_anything_moves(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", 2 * PAGE) as lease:
+        for call in (store.read, store.write):
+            for offset in (1, -PAGE, 2 * PAGE):
+                with pytest.raises(ValueError, match="do not fit a lease"):
+                    call(0, "state", lease, offset)
+            for sections in (range(0), range(2, 4), range(0, 3, 2)):
+                with pytest.raises(ValueError, match="not neighbouring sections"):
+                    call(0, "state", lease, sections=sections)
+            with pytest.raises(IndexError):
+                call(7, "state", lease)
+            with pytest.raises(KeyError):
+                call(0, "nothing", lease)
+        for nbytes in (5 * PAGE, -1):
+            with pytest.raises(ValueError, match="cannot be written"):
+                store.write(0, "gradient", lease, nbytes=nbytes)
+        with pytest.raises(ValueError, match="cannot be written"):
+            store.write(0, "state", lease, sections=range(2), nbytes=PAGE)
+        with pytest.raises(StorageError, match="has no memory"):
+            store.view(0, "state")
+        assert store.stats()[0].bytes_written == 0
+        lease.release()
+        with pytest.raises(ClosedError, match="released"):
+            store.read(0, "state", lease)
+
+
+def test_a_short_gradient_is_padded_so_that_it_stays_direct(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
+        store.write(0, "gradient", fill(lease, 1), nbytes=PAGE + 10).wait()
+        assert get(store, lease, 0, "gradient") == b"\1" * (PAGE + 10)
+        assert (store.stats()[0].bytes_written, store.stats()[0].bytes_read) == (2 * PAGE, 2 * PAGE)
+        with pytest.raises(ValueError, match="does not hold all"):
+            store.write(0, "gradient", lease, sections=range(1))
+
+
+def test_directories_carry_their_weight_and_one_that_is_missing_leaves_nothing(tmp_path: Path) -> None:
+    places, pool = [tmp_path / "a", tmp_path / "b"], pool_of()
+    names = [str(place) for place in places]
+    places[0].mkdir()
+    with pytest.raises(DirectoryError, match="is missing"):
+        Store([CHUNK] * 4, directories=names, pool=pool)
+    assert list(places[0].iterdir()) == []
+    with pytest.raises(ConfigError, match="no directory"):
+        Store([CHUNK], directories=[], pool=pool)
+    with pytest.raises(ConfigError, match="one slot or two"):
+        Store([{"copy": Part((PAGE,), (NVME,) * 3)}], directories=names[:1], pool=pool)
+    places[1].mkdir()
+    store = Store([CHUNK] * 8, directories=names, pool=pool, weights=[3, 1])
+    with pool.lease("a", ROOM) as lease:
+        for chunk in range(8):
+            put(store, lease, chunk, chunk)
+        assert [s.bytes_written // (5 * PAGE) for s in store.stats()] == [6, 2]
+        assert [s.path for s in store.stats()] == names
+        for chunk in range(8):
+            assert set(get(store, lease, chunk, "copy")) == {chunk}
+    store.close()
+
+
+# ---------------------------------------------------------------------------- corruption
+
+
+def _overwrite(store: Store, chunk: int, part: str, at: int, content: bytes) -> None:
+    with open(arena_file(store), "r+b") as file:
+        file.seek(store.layout.extent(chunk, part).offset + at)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("flipped bit", "state"),
+        ("torn", "state"),
+        ("lost", "gradient"),
+        ("misdirected", "copy"),
+        ("zeroed", "state"),
+    ],
+)
+def test_a_write_that_went_wrong_is_found_at_the_next_read(tmp_path: Path, kind: str, part: str) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
+        nbytes = CHUNK[part].nbytes
+        for chunk in range(3):
+            put(store, lease, chunk, chunk + 1)
+            store.write(chunk, "gradient", lease).wait()
+        old, other = bytes_of(store, 1, part), bytes_of(store, 2, part)
+        put(store, lease, 1, 77)
+        store.write(1, "gradient", lease).wait()
+        assert get(store, lease, 1, part) == bytes([77]) * nbytes
+        content = {
+            "flipped bit": bytes([77]) * (nbytes - 1) + bytes([76]),
+            "torn": bytes([77]) * (nbytes - 512) + old[-512:],
+            "lost": old,
+            "misdirected": other,
+            "zeroed": bytes(nbytes),
+        }[kind]
+        _overwrite(store, 1, part, 0, content)
+        with pytest.raises(CorruptionError, match=f"part '{part}' of chunk 1") as raised:
+            get(store, lease, 1, part)
+        error = raised.value
+        section = len(CHUNK[part].sections) - 1 if kind in ("flipped bit", "torn") else 0
+        assert f"section {section} of" in str(error)
+        extent = store.layout.extent(1, part, sections=range(section, section + 1))
+        assert (error.path, error.offset, error.nbytes) == (str(tmp_path / "drive"), *extent[1:])
+        with pytest.raises(CorruptionError):  # and from then on
+            store.read(2, part, lease)
+
+
+def test_the_sections_that_are_read_are_checked_and_given_crcs_believed(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
+        right = crc32c(fill(lease, 3).address, PAGE)
+        store.write(0, "state", lease, crcs=[right] * 3).wait()
+        assert get(store, lease, 0, "state") == b"\3" * 3 * PAGE
+        with pytest.raises(ValueError, match="2 CRCs for 3 sections"):
+            store.write(0, "state", lease, crcs=[right] * 2)
+        _overwrite(store, 0, "state", PAGE, b"x")
+        store.write(1, "state", lease, crcs=[right, right ^ 1, right]).wait()
+        for chunk in (0, 1):
+            store.read(chunk, "state", lease, sections=range(2, 3)).wait()
+            store.read(chunk, "state", lease, sections=range(1)).wait()
+        with pytest.raises(CorruptionError, match="section 1"):
+            store.read(1, "state", lease, sections=range(1, 3)).wait()
+
+
+# ---------------------------------------------------------------------------- order
+
+
+def test_a_read_begins_after_the_write_before_it_and_a_write_after_the_reads(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store:
+        a, b, c = (fill(pool.lease("a", ROOM), v) for v in (1, 2, 3))
+        ring = store._rings[0]
+        ring.hold(True)
+        first = store.write(0, "copy", a)
+        read = store.read(0, "copy", b)
+        second = store.write(0, "copy", c)
+        third = store.read(0, "copy", a.retain())
+        other = store.write(1, "copy", c)
+        begun = [t.ticket is not None for t in (first, read, second, third, other)]
+        assert begun == [True, False, False, False, True]
+        assert not any(t.done for t in (first, read, second, third))
+        with pytest.raises(DeadlineError, match="part 'copy' of chunk 0 is not complete"):
+            read.wait(0.01)
+        ring.hold(False)
+        deadline = time.monotonic() + 20
+        while not third.done:  # a look begins what waits, as a wait does
+            assert time.monotonic() < deadline
+        third.wait(0)
+        assert all(t.finished for t in (first, read, second))
+        assert set(b.tensor()[: 2 * PAGE].tolist()) == {1}
+        assert set(a.tensor()[: 2 * PAGE].tolist()) == {3}
+        other.wait(20)
+        store.wait_written()
+
+
+def test_an_interrupt_in_the_middle_of_a_call_does_not_hang_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store:
+        lease = pool.lease("a", ROOM)
+        store._rings[0].hold(True)
+        first = store.write(0, "copy", lease)
+        second = store.write(0, "copy", lease)
+
+        def interrupt(*args: object, **kwargs: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._rings[0], "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.read(1, "copy", lease)
+        store._rings[0].hold(False)
+        with pytest.raises(StorageError, match="read of part 'copy' of chunk 1 was interrupted"):
+            store.wait_written()
+        first.wait(20)
+        with pytest.raises(StorageError, match="was interrupted"):
+            second.wait(20)
+        store.close()
+        assert pool.stats()["a"].quarantined == ROOM
+
+
+def test_many_threads(tmp_path: Path) -> None:
+    """Each lets go of its leases at once, so that whoever waits for one ends the writes that hold it."""
+    pool = pool_of(2)
+    failures: list[BaseException] = []
+    with store_of(tmp_path, chunks=6, pool=pool, delay_seed=1) as store:
+
+        def work(number: int) -> None:
+            try:
+                for turn in range(8):
+                    for chunk in (number, number + 3):
+                        value = (turn * 8 + chunk) % 251 + 1
+                        with pool.lease("a", ROOM, timeout=20) as lease:
+                            fill(lease, value)
+                            store.write(chunk, "copy", lease)
+                            store.write(chunk, "state", lease)
+                        with pool.lease("a", ROOM, timeout=20) as lease:
+                            assert set(get(store, lease, chunk, "state")) == {value}
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert failures == []
+        store.wait_written()
+        assert pool.stats()["a"].in_use == 0
+
+
+def test_a_write_that_ends_as_a_wait_for_it_times_out_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Ticket.wait
+
+    def late(self: Ticket, timeout: float | None = None) -> None:
+        try:
+            wait(self, timeout)
+        except DeadlineError:
+            wait(self)  # the transfer ends before the caller hears of the timeout
+            raise
+
+    monkeypatch.setattr(Ticket, "wait", late)
+    pool = pool_of(1)
+    with store_of(tmp_path, pool=pool) as store:
+        for value in range(50):
+            with pool.lease("a", ROOM, timeout=20) as lease:
+                transfer = store.write(0, "gradient", fill(lease, value))
+            transfer.wait(0.0)
+        store.wait_written()
+
+
+def test_a_transfer_that_finds_no_memory_is_made_again(tmp_path: Path) -> None:
+    """At each point of a write, of one that waits for it, of a read that waits for both, and of their ends: a
+    call that raised has changed nothing, and no lease is lost."""
+    pool = pool_of(3)
+    with store_of(tmp_path, pool=pool) as store:
+
+        def again(call: Callable[[], Any]) -> Any:
+            while True:
+                with shortage.here():
+                    return call()
+
+        for at in range(2000):
+            shortage = Shortage(at, "storage")
+            with (
+                pool.lease("a", ROOM) as first,
+                pool.lease("a", ROOM) as second,
+                pool.lease("a", ROOM) as read,
+            ):
+                fill(first, at % 251)
+                fill(second, (at + 1) % 251)
+                again(lambda lease=first: store.write(0, "gradient", lease))
+                again(lambda lease=second: store.write(0, "gradient", lease))
+                transfer = again(lambda lease=read: store.read(0, "gradient", lease))
+                again(transfer.wait)
+                assert set(read.tensor().tolist()) == {(at + 1) % 251}, shortage.fired
+            again(store.wait_written)
+            assert not store.unfinished, shortage.fired
+            assert pool.stats()["a"].in_use == pool.stats()["a"].quarantined == 0, shortage.fired
+            if not shortage.fired:
+                break
+        assert not shortage.fired
+
+
+# ---------------------------------------------------------------------------- errors and ends
+
+
+def test_a_short_read_names_what_it_hit_and_stays(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
+        os.truncate(arena_file(store), PAGE)
+        with pytest.raises(ShortTransferError, match="read of part 'state' of chunk 2 failed") as raised:
+            store.read(2, "state", lease).wait()
+        assert raised.value.path == str(tmp_path / "drive")
+        for call in (store.check, store.wait_written, lambda: store.write(0, "copy", lease)):
+            with pytest.raises(ShortTransferError, match="chunk 2"):
+                call()
+        store.close()  # everybody knows by now
+        assert pool.stats()["a"].in_use == ROOM
+
+
+def _until_it_raises(call: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        call()
+
+
+@pytest.mark.parametrize("by", ["check", "wait_written", "close"])
+def test_a_failed_write_that_nobody_waited_for_arrives(tmp_path: Path, by: str) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store:
+        arena = store._arenas[0]
+        file = DirectFile.open(str(arena_file(store)), os.O_RDONLY)
+        arena.file.close()
+        arena.file = file  # from now on writes fail (EBADF)
+        with pool.lease("a", ROOM) as lease:
+            store._rings[0].hold(True)  # or the read may already be told
+            first = store.write(1, "gradient", fill(lease, 1))
+            after = store.read(1, "gradient", lease)
+            store._rings[0].hold(False)
+        with pytest.raises(TransferError, match="write of part 'gradient' of chunk 1 failed"):
+            _until_it_raises(getattr(store, by))
+        with pytest.raises(TransferError, match="write of part 'gradient' of chunk 1 failed"):
+            after.wait(20)  # it depended on it
+        with pytest.raises(TransferError):
+            first.wait()
+        store.close()
+        assert pool.stats()["a"].in_use == 0
+
+
+def test_a_closed_store_says_so_and_a_child_has_none(tmp_path: Path) -> None:
+    pool = pool_of()
+    with store_of(tmp_path, pool=pool) as store:
+        lease = pool.lease("a", ROOM)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                store.read(0, "copy", lease)
+            except ClosedError:
+                store.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert get(store, lease, 0, "copy") == bytes(2 * PAGE)
+        store.write(0, "copy", fill(lease, 1))
+        lease.release()
+        store.close()
+        store.close()
+        with pytest.raises(ClosedError):
+            store.read(0, "copy", lease)
+        assert pool.stats()["a"].in_use == 0
+
+
+_TOUCH = """
+import sys
+from infinity.core.sizes import Tier
+from infinity.hardware.aio import RingSettings
+from infinity.storage.pinned import PinnedPool
+from infinity.storage.store import Part, Store
+pool = PinnedPool({"a": (8192, 1)}, protect=True)
+store = Store([{"x": Part((4096,), (Tier.NVME,))}], directories=[sys.argv[1]], pool=pool,
+              rings=RingSettings(sys.argv[3]))
+lease = pool.lease("a", 8192)
+view = lease.tensor()
+store._rings[0].hold(True)
+getattr(store, sys.argv[2])(0, "x", lease, 4096)
+view[0] = 1                  # the other page is free
+print("ready", flush=True)
+if sys.argv[2] == "read":
+    view[4096].item()
+view[4096] = 1
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"), [("read", "libaio"), ("write", "syscall"), ("read", "uring"), ("write", "threads")]
+)
+def test_touching_a_lease_under_way_is_a_fault_in_test_mode(tmp_path: Path, call: str, backend: str) -> None:
+    need_backend(backend, tmp_path)
+    assert run_forked(_TOUCH, str(tmp_path), call, backend) == (-signal.SIGSEGV, "ready\n")
