@@ -163,7 +163,6 @@ def test_an_update_that_fails_is_told_at_each_call_and_nobody_waits(
     backward(this)
     with pytest.raises(StorageError) if mode == "sync" else contextlib.nullcontext():
         optimizer.step()
-    monkeypatch.undo()
     for use in (
         optimizer.step,
         lambda: this.loss(model.eval(), this.batches[0]),
@@ -177,6 +176,7 @@ def test_an_update_that_fails_is_told_at_each_call_and_nobody_waits(
         with pytest.raises(StorageError, match="the drive is gone"):
             use()
         model.train()
+    monkeypatch.undo()
     infinity.close(optimizer)
 
 
