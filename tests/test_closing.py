@@ -14,17 +14,15 @@ import pytest
 import torch
 
 import infinity
-from infinity.api import closing
 from infinity.api.engine import engine_of
+from infinity.core.errors import ClosedError
 from infinity.hardware import streams
-from infinity.hardware.device import CudaDevice
 
 from . import inner
 from .command_line import python
-from .quick import quick
 from .small_net import build, tokens, train
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 
 
 def config_of(directory: Path, **settings: Any) -> infinity.Config:
@@ -42,16 +40,35 @@ def config_of(directory: Path, **settings: Any) -> infinity.Config:
 # -- close ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["overlap", "delayed"])
+def test_after_close_everything_raises(config: infinity.Config) -> None:
+    model, optimizer = infinity.wrap(*build(), config)
+    train(model, optimizer, 1)
+    infinity.close(model)
+    for use in (lambda: model(tokens()), optimizer.step, optimizer.state_dict):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_an_optimizer_keeps_its_engine(config: infinity.Config) -> None:
+    """A trainer may hold the model in a wrapper of its own, or not any more."""
+    model, optimizer = infinity.wrap(*build(), config)
+    train(model, optimizer, 1)
+    del model
+    gc.collect()
+    assert infinity.metrics(optimizer)
+    assert optimizer.state_dict()["state"]
+    infinity.close(optimizer)
+
+
 def test_close_waits_for_an_update_as_long_as_its_drive_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drive takes more than a minute by the clock of the streams, which runs a hundred times as fast."""
     clock = SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
     monkeypatch.setattr(streams, "time", clock)
     reference, torch_optimizer = build()
     train(reference, torch_optimizer, 1)
-    config = config_of(tmp_path, update=update, delay_warmup_steps=0)
+    config = config_of(tmp_path, update="delayed", delay_warmup_steps=0)
     model, optimizer = infinity.wrap(*build(), config)
     engine = engine_of(model)
     ring = engine.store._rings[0]
@@ -71,14 +88,50 @@ def test_close_waits_for_an_update_as_long_as_its_drive_takes(
 
 # -- dropped without close --------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("inside", ["nothing", "forward", "backward"])
+def test_a_forgotten_model_gives_back_its_threads_and_its_arena(
+    inside: str, config: infinity.Config, tmp_path: Path
+) -> None:
+    """Whatever an interrupt or an error has ended in the middle."""
+
+    def raises(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def use() -> weakref.ref[Any]:
+        model, optimizer = infinity.wrap(*build(), config)
+        train(model, optimizer, 1)
+        block = model.blocks[1]
+        if inside == "forward":
+            block.up.register_forward_hook(raises)
+        elif inside == "backward":
+            block.up.register_forward_hook(lambda module, args, output: output.register_hook(raises) and None)
+        if inside != "nothing":
+            with pytest.raises(KeyboardInterrupt):
+                model(tokens()).backward()
+        return weakref.ref(engine_of(model))
+
+    before = threading.active_count()
+    engine = use()
+    gc.collect()
+    assert engine() is None
+    until = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+    infinity.close(infinity.wrap(*build(), config)[1])  # the directory is free again
+
+
+#: Argument: a folder.
 _DROPPED = """
-import faulthandler, gc, os, sys, threading, time, warnings
+import gc, os, sys, threading, time, warnings
 from pathlib import Path
+import torch
+from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from tests.small_net import build, tokens, train
 from tests.test_closing import config_of
-faulthandler.dump_traceback_later(100, exit=True)
 warnings.filterwarnings("ignore", "activations=")  # nothing is recomputed here
 folder = Path(sys.argv[1])
 
@@ -110,7 +163,7 @@ def drop(where):
     return go, over
 
 gc.disable()
-for where in sys.argv[2:]:
+for where in ("update", "gradient", "h2d", "d2h", "load"):
     assert threads() == [] and files() == [], (where, files())
     go, over = drop(where)
     assert threads() and files()
@@ -122,73 +175,52 @@ for where in sys.argv[2:]:
     assert threads() == [], threads()
     assert files() == [], files()
     infinity.close(infinity.wrap(*build(), config_of(folder))[0])
-    print(where)
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def run(tier, closes):
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+    tiers = dict.fromkeys(("parameters", "optimizer_state", "gradients"), tier)
+    given = {"device_memory": "256MiB", "host_memory": "1GiB", "nvme": folder}
+    config = infinity.Config(device="cpu", **given, **tiers)
+    model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    model(torch.ones(2, 1024)).square().mean().backward()
+    adam.step()
+    if closes:
+        infinity.close(model)
+
+for tier in ("host", "nvme", "device"):
+    for closes in (True, False):
+        run(tier, closes)
+        run(tier, closes)  # beside what is left of the one before
+        before = resident()
+        for _ in range(3):  # a model and its state are 96 MiB
+            run(tier, closes)
+        assert resident() - before < 32 << 20, (tier, closes, resident() - before)
+print("over")
 """
 
 
-def test_a_model_whose_last_reference_goes_in_one_of_its_own_threads(tmp_path: Path) -> None:
-    places = ["update", "gradient", "h2d", "d2h", "load"]
-    done = python("-c", _DROPPED, str(tmp_path), *places, timeout=TIMEOUT)
-    assert done.stdout.split() == places, done.stderr
+@pytest.mark.integration
+@pytest.mark.processes
+def test_what_a_dropped_model_had_is_free_for_the_next(tmp_path: Path) -> None:
+    """Threads, files, host memory and the directory: also where its last reference goes in one of its own
+    threads, and though no collector of cycles runs by itself; closed, or lost with an error, say."""
+    done = python("-c", _DROPPED, str(tmp_path), timeout=TIMEOUT)
+    assert (done.returncode, done.stdout.split()) == (0, ["over"]), done.stderr
     assert not done.stderr
 
 
-def test_a_finalizer_only_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that drops a model does not wait for drives; the next `wrap` does, and says nothing."""
-    gc.collect()
-    model, optimizer = infinity.wrap(*build(), config_of(tmp_path))
-    model(tokens(0)).backward()
-    engine = engine_of(model)
-    ring, gone = engine.store._rings[0], weakref.ref(engine)
-    engine.updater.drop_ahead()
-    ring.hold()
-    optimizer.step()
-    assert engine.updates.busy()
-    reaper = engine._reaper._thread
-    del model, optimizer, engine
-    gc.collect()
-    assert gone() is None
-    assert reaper.is_alive()
-    threading.Timer(0.3, ring.hold, [False]).start()
-    other, _ = infinity.wrap(*build(), config_of(tmp_path))
-    assert not reaper.is_alive()
-    infinity.close(other)
-    assert not [r for r in closing._reapers if not r._thread.is_alive()]
+# -- the end of the program ---------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("ends", quick(["model = None", "sys.exit(0)", "raise KeyError"], ["raise KeyError"]))
-def test_the_end_of_the_program_closes_what_is_open(tmp_path: Path, ends: str) -> None:
-    script = f"""
-import faulthandler, sys
+#: Arguments: a folder, how it ends.
+_ENDS = """
+import atexit, faulthandler, sys, time, weakref
 from pathlib import Path
-import infinity
-from tests.small_net import build, train
-from tests.test_closing import config_of
-faulthandler.dump_traceback_later(50, exit=True)
-model, optimizer = infinity.wrap(*build(), config_of(Path(sys.argv[1])))
-train(model, optimizer, 1)
-{ends}
-"""
-    done = python("-c", script, str(tmp_path), timeout=TIMEOUT)
-    assert "Exception ignored" not in done.stderr
-    assert done.returncode == ("raise" in ends), done.stderr
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
-
-
-@pytest.mark.parametrize(
-    ("ends", "update"),
-    quick(
-        [(e, u) for e in ("", "sys.exit(0)", "raise KeyboardInterrupt") for u in ("overlap", "delayed")],
-        [("raise KeyboardInterrupt", "overlap")],
-    ),
-)
-def test_handlers_at_exit_find_the_engine_open(tmp_path: Path, ends: str, update: str) -> None:
-    """Whenever they were registered: before infinity was imported, after that, and after `wrap`."""
-    script = f"""
-import atexit, faulthandler, sys, weakref
-from pathlib import Path
-faulthandler.dump_traceback_later(50, exit=True)
-folder = Path(sys.argv[1])
+faulthandler.dump_traceback_later(100, exit=True)
+folder, how = Path(sys.argv[1]), sys.argv[2]
 
 class Owner: pass
 owner = Owner()
@@ -198,77 +230,58 @@ def save(when):
     model.state_dict()
     infinity.save(optimizer, folder / when)
 
-atexit.register(save, "before-import")
+if how == "interrupted":
+    atexit.register(save, "before-import")
 import infinity
-from tests.small_net import build, train
+from infinity.optim import update
+from tests.small_net import build, tokens, train
 from tests.test_closing import config_of
-atexit.register(save, "after-import")
-weakref.finalize(owner, save, "finalizer")
+if how == "interrupted":
+    atexit.register(save, "after-import")
+    weakref.finalize(owner, save, "finalizer")
 (folder / "nvme").mkdir()
-model, optimizer = infinity.wrap(*build(), config_of(folder / "nvme", update="{update}"))
+mode = "delayed" if how == "interrupted" else "overlap"
+model, optimizer = infinity.wrap(*build(), config_of(folder / "nvme", update=mode, delay_warmup_steps=0))
 train(model, optimizer, 1)
-atexit.register(save, "after-wrap")
-{ends}
+
+def block():
+    with infinity.gathered(model, write=True):
+        model.embed.weight.data.fill_(0.5)
+        yield
+
+inner = update._compute
+
+def slowly(*args, **mode):
+    time.sleep(0.05)
+    inner(*args, **mode)
+
+update._compute = slowly
+model(tokens()).backward()
+optimizer.step()
+if how == "interrupted":
+    atexit.register(save, "after-wrap")
+    raise KeyboardInterrupt
+opened = block()
+next(opened)
 """
-    done = python("-c", script, str(tmp_path), timeout=TIMEOUT)
+
+
+@pytest.mark.processes
+def test_handlers_at_exit_find_the_engine_open(tmp_path: Path) -> None:
+    """Whenever they were registered: before infinity was imported, after that, and after `wrap`; with an
+    update under way."""
+    done = python("-c", _ENDS, str(tmp_path), "interrupted", timeout=TIMEOUT)
     assert "Exception ignored" not in done.stderr, done.stderr
-    assert ("KeyboardInterrupt" in done.stderr) == ("raise" in ends), done.stderr
+    assert "KeyboardInterrupt" in done.stderr
     for when in ("before-import", "after-import", "finalizer", "after-wrap"):
         assert list((tmp_path / when).glob("step-*/*.json")), (when, done.stderr)
     assert not [p for p in (tmp_path / "nvme").rglob("*") if p.is_file()]
 
 
-# -- pinned memory ------------------------------------------------------------------------------
-
-
-def test_a_cuda_device_finishes_its_copies_when_it_is_closed() -> None:
-    waited: list[str] = []
-    device = object.__new__(CudaDevice)
-    for name in ("_h2d", "_d2h", "_aside"):
-        stream = SimpleNamespace(synchronize=lambda name=name: waited.append(name))
-        setattr(device, name, stream)
-    device.close()
-    assert sorted(waited) == ["_aside", "_d2h", "_h2d"]
-
-
-_RELEASED = """
-import gc, sys
-import torch
-from torch import nn
-import infinity
-gc.disable()
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-def run(closes):
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
-    adam = torch.optim.AdamW(model.parameters())
-    tiers = dict.fromkeys(("parameters", "optimizer_state", "gradients"), sys.argv[2])
-    given = {"device_memory": "256MiB", "host_memory": "1GiB", "nvme": sys.argv[1]}
-    model, adam = infinity.wrap(model, adam, infinity.Config(device="cpu", **given, **tiers))
-    model(torch.ones(2, 1024)).square().mean().backward()
-    adam.step()
-    if closes:
-        infinity.close(model)
-
-for closes in (True, False):
-    run(closes)
-    run(closes)  # beside what is left of the one before
-    before = resident()
-    for _ in range(4):  # a model and its state are 96 MiB
-        run(closes)
-    assert resident() - before < 32 << 20, (closes, resident() - before)
-"""
-
-
-@pytest.mark.first
+@pytest.mark.integration
 @pytest.mark.processes
-@pytest.mark.parametrize("tier", ["host", "nvme", "device"])
-def test_memory_and_directories_of_models_that_are_gone_are_free_for_the_next(
-    tier: str, tmp_path: Path
-) -> None:
-    """Though no collector of cycles runs by itself; closed, or lost with an error, say."""
-    done = python("-c", _RELEASED, str(tmp_path), tier, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stderr
+def test_a_program_that_ends_in_the_middle_prints_nothing(tmp_path: Path) -> None:
+    """With a `gathered` block open."""
+    done = python("-c", _ENDS, str(tmp_path), "", timeout=TIMEOUT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not [p for p in (tmp_path / "nvme").rglob("*") if p.is_file()]

@@ -3,7 +3,6 @@ budget that is accepted and at a large one, and nothing is compiled again from s
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import infinity
 
 from .models import Block
 from .offloaded import config_for
-from .quick import quick
 from .test_doors import least
 
 STEPS = 3
@@ -160,28 +158,33 @@ def check(
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("form", "when", "budget"),
-    quick(
-        itertools.product(FORMS, ["before", "after"], ["least", "large"]),
-        [("block.compile()", "before", "least"), ("torch.compile(model)", "after", "large")],
-    ),
+    [("block.compile()", "before", "least"), ("torch.compile(model)", "after", "large")],
 )
 def test_inductor(form: str, when: str, budget: str, tmp_path: Path) -> None:
     check(form, when, "inductor", budget, tmp_path)
 
 
-def test_blocks_that_are_compiled_before_they_are_wrapped(tmp_path: Path) -> None:
-    check("block.compile()", "before", "aot_eager", "least", tmp_path)
+RESIDENT = {"parameters": "device"}
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("form", ["block.compile()", "torch.compile(model)"])
-def test_recomputation(form: str, recompute: str, tmp_path: Path) -> None:
-    check(form, "after", "aot_eager", "least", tmp_path, recompute)
-
-
-@pytest.mark.parametrize("form", ["block.compile()", "torch.compile(model)"])
-def test_resident_parameters_whose_update_is_under_way(form: str, tmp_path: Path) -> None:
-    check(form, "after", "aot_eager", "large", tmp_path, parameters="device")
+@pytest.mark.parametrize(
+    ("form", "when", "budget", "recompute", "settings"),
+    [
+        ("block.compile()", "before", "least", None, {}),
+        ("block.compile()", "after", "large", None, RESIDENT),  # with an update under way
+        ("blocks[i] = torch.compile(block)", "after", "least", "reentrant", {}),
+        ("one compiled block", "before", "large", None, RESIDENT),
+        ("block.forward = torch.compile(block.forward)", "after", "least", "non-reentrant", {}),
+        ("model.compile()", "after", "large", None, {}),
+        ("torch.compile(model)", "after", "least", "reentrant", {}),
+        ("torch.compile(model)", "after", "least", "non-reentrant", {}),
+        ("torch.compile(model)", "after", "large", None, RESIDENT),
+    ],
+)
+def test_each_form(
+    form: str, when: str, budget: str, recompute: str | None, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    check(form, when, "aot_eager", budget, tmp_path, recompute, **settings)
 
 
 def test_a_compiled_step(tmp_path: Path) -> None:
@@ -202,62 +205,5 @@ def test_a_compiled_step(tmp_path: Path) -> None:
 
     try:
         assert [float(step(tokens(i))) for i in range(STEPS)] == pytest.approx(wanted, rel=1e-5)
-    finally:
-        infinity.close(model)
-
-
-def test_blocks_are_not_cut_into_pieces_by_their_wrapper(tmp_path: Path) -> None:
-    """What torch.compile returns has no forward in its class, as a container has none."""
-    config = config_for(tmp_path)
-    names = []
-    for compiled in (False, True):
-        model: nn.Module = build()
-        if compiled:
-            model = _compiled_blocks(model, "eager")
-        model, optimizer = infinity.wrap(model, optimizer_of(model), config)
-        names.append([u.layout.name for u in infinity.api.engine.engine_of(model).units])
-        infinity.close(optimizer)
-    assert names[0] == names[1]
-
-
-def test_a_function_without_graph_breaks_says_how_it_is_given_another_modules_weight(tmp_path: Path) -> None:
-    @torch.compile(backend="eager", fullgraph=True)
-    def head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (x @ weight.T).square().mean()
-
-    class Fused(nn.Module):
-        def __init__(self, present: bool) -> None:
-            super().__init__()
-            self.body, self.head, self.present = (
-                nn.Linear(WIDTH, WIDTH),
-                nn.Linear(WIDTH, VOCABULARY),
-                present,
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.body(x)
-            if not self.present:
-                return head(x, self.head.weight)  # type: ignore[no-any-return]
-            with infinity.gathered(self.head.weight):
-                return head(x, self.head.weight)  # type: ignore[no-any-return]
-
-    torch.manual_seed(0)
-    model = Fused(present=False)
-    x = torch.randn(2, WIDTH)
-    wanted = model(x).item()
-    torch._dynamo.reset()
-    model, optimizer = infinity.wrap(model, optimizer_of(model), config_for(tmp_path))
-    model.present = True
-    try:
-        loss = model(x)
-        assert loss.item() == pytest.approx(wanted, rel=1e-6)
-        loss.backward()
-        optimizer.step()
-        model.present = False
-        torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
-            model(x)
-        if hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"):  # before, it takes no reason
-            assert "with infinity.gathered(parameter)" in str(refused.value)
     finally:
         infinity.close(model)

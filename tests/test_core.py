@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from infinity.core import errors, sizes
+from infinity.core import errors
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError, InfinityError, OutOfMemoryError
-from infinity.core.sizes import Tier, ceil_to, dtype_name, format_size, parse_dtype, parse_size
+from infinity.core.sizes import Tier, dtype_name, format_size, parse_dtype, parse_size
 from infinity.core.system_errors import reason
 from infinity.core.threads import start
 
@@ -36,23 +36,18 @@ def test_every_error_is_exported_and_drawn_in_the_tree() -> None:
         assert f" {c.__name__} " in f" {errors.__doc__} ".replace("\n", " "), c
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
-def test_an_error_says_what_was_expected_found_and_what_to_change(cls: type[InfinityError]) -> None:
-    error = cls("a thing is wrong", expected="this", found="that", cure="change it")
-    assert str(error).splitlines() == [
-        "a thing is wrong",
-        "  expected: this",
-        "  found: that",
-        "  to change: change it",
-    ]
-    assert (error.what, error.expected, error.found, error.cure) == (
-        "a thing is wrong",
-        "this",
-        "that",
-        "change it",
-    )
-    assert str(cls("only this")) == "only this"
-    assert isinstance(error, InfinityError)
+def test_an_error_says_what_was_expected_found_and_what_to_change() -> None:
+    for cls in CLASSES:
+        error = cls("a thing is wrong", expected="this", found="that", cure="change it")
+        assert str(error).splitlines() == [
+            "a thing is wrong",
+            "  expected: this",
+            "  found: that",
+            "  to change: change it",
+        ]
+        said = ("a thing is wrong", "this", "that", "change it")
+        assert (error.what, error.expected, error.found, error.cure) == said
+        assert str(cls("only this")) == "only this"
 
 
 def test_an_error_of_the_system_names_the_limit_that_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,29 +84,21 @@ def test_errors_are_also_what_python_calls_them() -> None:
 # -- sizes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        (0, 0),
-        (1234, 1234),
-        ("1234", 1234),
-        ("1KiB", 1024),
-        ("1.5 kib", 1536),
-        ("20GiB", 20 << 30),
-        ("2 GB", 2 * 10**9),
-        (" 3tb ", 3 * 10**12),
-        ("7B", 7),
-    ],
-)
-def test_parse_size(text: int | str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", [-1, True, 1.5, None, "", "GiB", "-1GiB", "1 XB", "1e9", "1,5GiB", "1GiB/s"])
-def test_parse_size_refuses(text: Any) -> None:
-    with pytest.raises(ConfigError, match="host_memory is not a size") as caught:
-        parse_size(text, "host_memory")
-    assert caught.value.found == repr(text)
+def test_parse_size() -> None:
+    texts = {
+        "1234": 1234,
+        "1KiB": 1024,
+        "1.5 kib": 1536,
+        "2 GB": 2 * 10**9,
+        " 3tb ": 3 * 10**12,
+        "7B": 7,
+    }
+    assert [parse_size(text) for text in texts] == [*texts.values()]
+    wrong: list[Any] = [-1, True, 1.5, None, "GiB", "-1GiB", "1 XB", "1e9", "1,5GiB"]
+    for each in wrong:
+        with pytest.raises(ConfigError, match="host_memory is not a size") as caught:
+            parse_size(each, "host_memory")
+        assert caught.value.found == repr(each)
 
 
 @given(st.integers(0, 1 << 55))
@@ -121,39 +108,13 @@ def test_a_size_is_written_as_it_is_read(nbytes: int) -> None:
 
 
 def test_format_size() -> None:
-    assert [format_size(n) for n in (0, 1023, 1024, 1536, -(1 << 30), 1 << 62)] == [
-        "0 B",
-        "1023 B",
-        "1.00 KiB",
-        "1.50 KiB",
-        "-1.00 GiB",
-        "4096.00 PiB",
-    ]
+    assert [format_size(n) for n in (0, 1023, 1536, -(1 << 30))] == ["0 B", "1023 B", "1.50 KiB", "-1.00 GiB"]
 
 
-@given(st.integers(0, 1 << 60), st.integers(1, 1 << 30))
-def test_ceil_to(value: int, multiple: int) -> None:
-    result = ceil_to(value, multiple)
-    assert result % multiple == 0
-    assert 0 <= result - value < multiple
-
-
-@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16", "BF16", torch.bfloat16])
-def test_parse_dtype(name: Any) -> None:
-    assert parse_dtype(name) is torch.bfloat16
-    assert dtype_name(parse_dtype(name)) == "bf16"
-
-
-@pytest.mark.parametrize("name", ["int8", "fp64", "", torch.float64, 3, None])
-def test_parse_dtype_refuses(name: Any) -> None:
-    with pytest.raises(ConfigError, match="unknown compute dtype"):
-        parse_dtype(name)
-
-
-def test_norm_blocks_fit_the_alignment() -> None:
-    assert sizes.NORM_BLOCK * torch.bfloat16.itemsize % sizes.ALIGNMENT == 0
-    assert sizes.NORM_BLOCK % sizes.SEGMENT_ELEMENTS == 0
-    assert [str(t) for t in Tier] == ["device", "host", "nvme"]
+def test_parse_dtype() -> None:
+    for name in ("bf16", "bfloat16", "torch.bfloat16", "BF16", torch.bfloat16):
+        assert parse_dtype(name) is torch.bfloat16
+    assert dtype_name(torch.bfloat16) == "bf16"
 
 
 # -- config ---------------------------------------------------------------------------------
@@ -222,37 +183,23 @@ def test_it_is_frozen_and_takes_keywords_only() -> None:
     ("settings", "what", "cure"),
     [
         ({"host_memroy": 1}, "unknown setting 'host_memroy'", "did you mean 'host_memory'?"),
-        ({"zzz": 1}, "unknown setting 'zzz'", "remove it"),
         ({"parameters": "nvme"}, "no directory is named", "nvme="),
-        ({"optimizer_state": {"host": 0.5, "nvme": 0.5}}, "no directory is named", "nvme="),
         ({"parameters": "nmve"}, "unknown tier", "did you mean 'nvme'?"),
         ({"parameters": {"host": 0.5}}, "shares of parameters", "0.3"),
-        ({"parameters": {"host": -0.5, "device": 1.5}}, "shares of parameters", "0.3"),
         ({"parameters": {"host": True}}, "shares of parameters", "0.3"),
-        ({"parameters": 3}, "unknown tier", "host"),
-        ({"update": "later"}, "update mode", "update="),
         ({"update": "delayd"}, "update mode", 'update="delayed"'),
-        ({"update": None}, "update mode", "overlap"),
         ({"device": "tpu"}, "unknown device", "cuda"),
-        ({"dtype": "fp8"}, "unknown compute dtype", "bf16"),
+        ({"dtype": "fp64"}, "unknown compute dtype", "bf16"),
         ({"aio_backend": "libaoi"}, "unknown I/O backend", 'aio_backend="libaio"'),
-        ({"aio_backend": 3}, "unknown I/O backend", 'aio_backend="auto"'),
-        ({"max_grad_norm": 0}, "max_grad_norm cannot be used", "max_grad_norm=1.0"),
         ({"max_grad_norm": math.nan}, "max_grad_norm cannot be used", "max_grad_norm=1.0"),
         ({"loss_scale": 3.0}, "loss_scale cannot be used", "65536"),
         ({"chunk_elements": 65_537}, "chunk_elements cannot be used", "chunk_elements="),
-        ({"block_bytes": 1000}, "block_bytes cannot be used", "block_bytes="),
         ({"block_bytes": "1TiB"}, "block_bytes cannot be used", "block_bytes=None"),
-        ({"queue_depth": 0}, "queue_depth cannot be used", "queue_depth=None"),
         ({"queue_depth": 4097}, "queue_depth cannot be used", "queue_depth=None"),
         ({"threads": 0}, "threads cannot be used", "threads="),
-        ({"threads": True}, "threads cannot be used", "threads="),
-        ({"units": 3}, "units names no module", "units="),
         ({"units": ["Block", nn.Linear]}, "units names no module", "units="),
-        ({"optimizer_state_fp32": [3]}, "optimizer_state_fp32 names no parameter", "optimizer_state_fp32="),
         ({"optimizer_state_fp32": None}, "optimizer_state_fp32 names no parameter", '["*norm*"]'),
         ({"nvme": []}, "names no directory", "nvme="),
-        ({"nvme": [3]}, "names no directory", "nvme="),
         ({"nvme": {"/mnt/a": 0.3, "/mnt/b": 0.7}}, "names no directory", "nvme="),
         ({"nvme": "a\0b"}, "names no directory", "nvme="),
         ({"nvme": ["/x", "/x/../x"]}, "named twice", "once"),
@@ -267,12 +214,6 @@ def test_refused(settings: dict[str, Any], what: str, cure: str) -> None:
     assert cure in caught.value.cure
     assert caught.value.expected is not None
     assert caught.value.found is not None
-
-
-@given(st.text(min_size=1).filter(lambda s: s not in {f.name for f in dataclasses.fields(Config)}))
-def test_any_unknown_setting_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="unknown setting"):
-        Config(**{name: 1})
 
 
 @given(st.floats(0, 1))

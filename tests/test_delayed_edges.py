@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,42 +13,33 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ParameterChangedError, ParameterError, StorageError
-from infinity.hardware.streams import Task
-from infinity.optim import update as update_module
-from infinity.optim.chunk_io import ChunkIO
+from infinity.core.errors import ParameterChangedError, ParameterError
 
-from .command_line import python
 from .models import case
-from .offloaded import ON_HOST, ON_NVME, config_for, wrap_adamw
+from .offloaded import ON_NVME, config_for, wrap_adamw
 from .small_models import CutModel, tokens, wrapped
 from .test_delayed import glance, masters_of
-from .test_overlap import Stack
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme": ON_NVME,
-    "host": ON_HOST,
     "resident": {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"},
 }
-placements = pytest.mark.parametrize(
-    "placement", ["nvme", "resident", pytest.param("host", marks=pytest.mark.nightly)]
-)
+placements = pytest.mark.parametrize("placement", PLACEMENTS)
 
 
-class Chain(nn.Module):
-    """Recomputed layers and nothing behind them. `x` (batch, width) requires grad."""
+class Stack(nn.Module):
+    """Linear layers of which a forward may leave some out."""
 
-    def __init__(self, layers: int = 4, width: int = 48) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x.tanh(), use_reentrant=True)
+    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
         return x
 
 
@@ -60,7 +49,7 @@ def started(folder: Path, placement: str, steps: int = 3, **settings: Any) -> tu
     mode = {"update": "delayed", "delay_warmup_steps": 1}
     folder.mkdir(exist_ok=True)
     config = config_for(folder, **{**PLACEMENTS[placement], **mode, **settings})
-    model, adam = infinity.wrap(this.model, torch.optim.AdamW(this.model.parameters(), lr=1e-2), config)
+    model, adam = wrap_adamw(this.model, config, lr=1e-2)
     for t in range(steps):
         step(this, adam, t)
     return this, model, adam
@@ -106,93 +95,29 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@placements
-def test_after_an_interrupted_wait_the_update_is_still_waited_for(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "method", "placement"),
+    [
+        (ValueError, "register_full_backward_hook", "nvme"),
+        (KeyboardInterrupt, "register_forward_hook", "resident"),
+        (KeyboardInterrupt, "register_forward_hook", "nvme"),
+    ],
+)
+def test_who_looks_after_what_ended_early_sees_the_newest(
+    error: type[BaseException], method: str, placement: str, tmp_path: Path
 ) -> None:
-    this, model, adam = started(tmp_path / "a", placement)
+    """A `gathered` block, a module that is called by itself, an evaluation: torch calls no hook at the end of
+    a backward that raised, nor of a forward that was interrupted."""
+    this, _, adam = started(tmp_path / "undisturbed", placement)
     with closing(adam):
-        wanted = values(model)
-    this, model, adam = started(tmp_path / "b", placement, steps=2)
-    with closing(adam):
-        this.loss(model, this.batches[2]).backward()
-        monkeypatch.setenv("INFINITY_DELAY_SEED", "1")
-        adam.step()
-        task = engine_of(model).updater._task
-        inner = Task.wait
-
-        def interrupted(self: Task) -> None:
-            if self is task:
-                raise KeyboardInterrupt
-            inner(self)
-
-        monkeypatch.setattr(Task, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model.state_dict()
-        monkeypatch.undo()
-        assert same(values(model), wanted)
-        assert task is not None
-        assert task.done()
-
-
-def test_after_an_interrupted_release_a_load_is_still_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    this, model, adam = started(tmp_path, "nvme")
-    with closing(adam):
-        unit = engine_of(model).units[1]
-        with infinity.gathered(unit.params[0].param):
-            pass
-        load = unit.last_load
-        assert load is not None
-
-        def interrupted(event: object) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(unit._device, "wait_on_device", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            unit.reshard()
-        monkeypatch.undo()
-        assert unit.last_load is load
-        step(this, adam, 3)
-
-
-@placements
-def test_an_evaluation_after_an_interrupted_forward_sees_the_newest(placement: str, tmp_path: Path) -> None:
-    seen = []
-    for interrupt in (False, True):
-        this, model, adam = started(tmp_path / str(interrupt), placement)
-        with closing(adam):
-            if interrupt:
-
-                def hook(*_: Any) -> None:
-                    raise KeyboardInterrupt
-
-                handle = model.blocks[1].norm2.register_forward_hook(hook)
-                with pytest.raises(KeyboardInterrupt):
-                    this.loss(model, this.batches[3])
-                handle.remove()
-            seen.append(glance(this))
-            residency = engine_of(model).residency
-            assert not any(u.users for u in residency.units)
-            seen.append(step(this, adam, 3))
-    assert seen[:2] == seen[2:]
-
-
-@placements
-@pytest.mark.parametrize("ended", ["a backward that raised", "a forward that was interrupted"])
-def test_who_looks_after_what_ended_early_sees_the_newest(ended: str, placement: str, tmp_path: Path) -> None:
-    """A `gathered` block, and a module that is called by itself: torch calls no hook at either end."""
-    this, model, adam = started(tmp_path, placement)
+        wanted = [glance(this), step(this, adam, 3)]
+    this, model, adam = started(tmp_path / "disturbed", placement)
     part, x = model.blocks[1], torch.randn(2, 5, 32)
 
     def end_early() -> None:
-        error = ValueError if "raised" in ended else KeyboardInterrupt
-
         def hook(*_: Any) -> None:
             raise error
 
-        method = "register_full_backward_hook" if error is ValueError else "register_forward_hook"
         handle = getattr(part.norm2, method)(hook)
         with pytest.raises(error):
             this.loss(model, this.batches[3]).backward()
@@ -212,95 +137,33 @@ def test_who_looks_after_what_ended_early_sees_the_newest(ended: str, placement:
         with torch.no_grad():
             shown = part.eval()(x)
         part.train()
-        with infinity.gathered(part):
-            wanted = {n: p.detach().clone() for n, p in part.named_parameters()}
+        end_early()
+        assert [glance(this), step(this, adam, 3)] == wanted
+        infinity.flush(adam)
+    this, model, adam = started(tmp_path / "flushed", placement)
+    with closing(adam):
         infinity.flush(adam)
         with torch.no_grad():
-            assert torch.equal(part.eval()(x), shown)
-        with infinity.gathered(part):
-            assert all(torch.equal(p, wanted[n]) for n, p in part.named_parameters())
+            assert torch.equal(model.blocks[1].eval()(x), shown)
 
 
-@placements
-def test_a_step_inside_gathered_is_refused(placement: str, tmp_path: Path) -> None:
-    this, model, adam = started(tmp_path / "a", placement)
-    with closing(adam):
-        infinity.flush(adam)
-        this.loss(model, this.batches[3]).backward()
-        with infinity.gathered(model, write=True), pytest.raises(ParameterError, match="gathered"):
-            adam.step()
-        adam.step()
-        adam.zero_grad()
-        found = masters_of(model)
-    this, model, adam = started(tmp_path / "b", placement)
-    with closing(adam):
-        infinity.flush(adam)
-        step(this, adam, 3)
-        assert same(found, masters_of(model))
-
-
-@placements
-def test_a_training_forward_does_not_change_what_gathered_shows(placement: str, tmp_path: Path) -> None:
-    this, model, adam = started(tmp_path, placement)
-    with closing(adam):
-        with infinity.gathered(model):
-            before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ParameterError, match="two versions"):
-                this.loss(model, this.batches[3])
-            assert same(before, [p.detach() for p in model.parameters()])
-            infinity.flush(adam)  # what is shown is the newest: it may be published
+def test_a_step_inside_gathered_is_refused(tmp_path: Path) -> None:
+    found = []
+    for inside in (True, False):
+        this, model, adam = started(tmp_path / str(inside), "resident")
+        with closing(adam):
+            infinity.flush(adam)
             this.loss(model, this.batches[3]).backward()
-            assert same(before, [p.detach() for p in model.parameters()])
-        adam.step()
-
-
-@pytest.mark.first
-@placements
-@pytest.mark.parametrize("where", ["between steps", "before backward"])
-@pytest.mark.parametrize("reads", [values, gathered_values, evaluated])
-def test_who_looks_does_not_change_what_is_trained(
-    reads: Callable[[Any], object], where: str, placement: str, tmp_path: Path
-) -> None:
-    """Also where a function of the user's, or a graph, takes a parameter outside of its module's forward."""
-    mode = {"update": "delayed", "delay_warmup_steps": 1, **PLACEMENTS[placement]}
-    losses = []
-    for looks in (False, True):
-        folder = tmp_path / str(looks)
-        folder.mkdir()
-        model, optimizer = wrapped(folder, CutModel, **mode)
-        with closing(optimizer):
-            found = []
-            for t in range(4):
-                if looks and where == "between steps":
-                    reads(model)
-                loss = model(tokens(t))
-                if looks and where == "before backward":
-                    reads(model)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.detach().clone())
-            losses.append([*found, *values(model)])
-    assert same(*losses)
+            if inside:
+                with infinity.gathered(model, write=True), pytest.raises(ParameterError, match="gathered"):
+                    adam.step()
+            adam.step()
+            found.append(masters_of(model))
+    assert same(*found)
 
 
 @placements
-def test_gathered_to_write_inside_gathered_to_read(placement: str, tmp_path: Path) -> None:
-    this, model, adam = started(tmp_path, placement)
-    with closing(adam):
-        weight = model.head.weight
-        with infinity.gathered(model):
-            before = weight.detach().clone()
-            with infinity.gathered(weight, write=True), torch.no_grad():
-                assert torch.equal(weight, before)
-                weight.mul_(2)
-            assert torch.equal(weight, before * 2)
-        assert torch.equal(model.state_dict()["head.weight"], before * 2)
-        step(this, adam, 3)
-
-
-@placements
-def test_a_state_dict_keeps_its_values(placement: str, tmp_path: Path) -> None:
+def test_what_gathered_and_a_state_dict_show_stays(placement: str, tmp_path: Path) -> None:
     this, model, adam = started(tmp_path, placement)
     with closing(adam):
         glance(this)
@@ -310,113 +173,81 @@ def test_a_state_dict_keeps_its_values(placement: str, tmp_path: Path) -> None:
         assert same(list(saved.values()), before)
         with infinity.gathered(model):
             assert same(list(model.state_dict(keep_vars=True).values()), before)
+            with pytest.raises(ParameterError, match="two versions"):
+                this.loss(model, this.batches[3])
+            assert same([p.detach() for p in model.parameters()], before)
+            infinity.flush(adam)  # what is shown is the newest: it may be published
+            this.loss(model, this.batches[3]).backward()
+            assert same([p.detach() for p in model.parameters()], before)
+        adam.step()
+        adam.zero_grad()
+        weight = model.head.weight
+        with infinity.gathered(model):
+            shown = weight.detach().clone()
+            with infinity.gathered(weight, write=True), torch.no_grad():
+                assert torch.equal(weight, shown)
+                weight.mul_(2)
+            assert torch.equal(weight, shown * 2)
+        assert torch.equal(model.state_dict()["head.weight"], shown * 2)
+        step(this, adam, 4)
 
 
 @placements
-def test_reentrant_recomputation_after_an_evaluation(placement: str, tmp_path: Path) -> None:
-    found = []
-    for look in (False, True):
-        folder = tmp_path / str(len(found))
+def test_who_looks_does_not_change_what_is_trained(placement: str, tmp_path: Path) -> None:
+    """Also where a function of the user's, or a graph, takes a parameter outside of its module's forward."""
+    mode = {"update": "delayed", "delay_warmup_steps": 1, **PLACEMENTS[placement]}
+    reads = (values, gathered_values, evaluated)
+    found: list[list[torch.Tensor]] = []
+    for looks in (False, True):
+        folder = tmp_path / str(looks)
         folder.mkdir()
-        torch.manual_seed(0)
-        model: Any = Chain()
-        mode: dict[str, Any] = {"update": "delayed", "delay_warmup_steps": 1}
-        config = config_for(folder, **PLACEMENTS[placement], **mode)
-        model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
-        x = torch.randn(4, 48).requires_grad_()
-        with closing(adam):
-            for _ in range(4):
-                loss = model(x).square().mean()
-                if look:
-                    model.eval()
-                    with torch.no_grad():
-                        model(x)
-                    model.train()
+        model, optimizer = wrapped(folder, CutModel, **mode)
+        losses = []
+        with closing(optimizer):
+            for t in range(8):  # between steps in the first three of six, before the backward in the others
+                read = reads[t % 3]
+                if looks and t % 6 < 3:
+                    read(model)
+                loss = model(tokens(t))
+                if looks and t % 6 >= 3:
+                    read(model)
                 loss.backward()
-                adam.step()
-                adam.zero_grad()
-            found.append(values(model))
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().clone())
+            found.append([*losses, *values(model)])
     assert same(*found)
 
 
-@pytest.mark.parametrize("call", ["gathered", "optimizer", "model"])
-def test_an_edit_is_not_dropped_without_a_word(call: str, tmp_path: Path) -> None:
-    _, model, adam = started(tmp_path, "resident")
+def test_an_edit_is_not_dropped_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_DELAY_SEED", "1")
+    this, model, adam = started(tmp_path, "resident")
     saved, state = model.state_dict(), adam.state_dict()
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    calls = {
-        "gathered": lambda: infinity.gathered(model.tokens, write=True).__enter__(),
-        "optimizer": lambda: adam.load_state_dict(state),
-        "model": lambda: model.tokens.load_state_dict({"weight": saved["tokens.weight"]}),
-    }
-    with pytest.raises(ParameterChangedError, match=r"infinity\.flush"):
-        calls[call]()
-    infinity.flush(adam)
-    infinity.close(adam)
+    calls = (
+        lambda: infinity.gathered(model.tokens, write=True).__enter__(),
+        lambda: adam.load_state_dict(state),
+        lambda: model.tokens.load_state_dict({"weight": saved["tokens.weight"]}),
+        lambda: infinity.close(adam),  # with an update under way
+    )
+    for number, call in enumerate(calls):
+        if number:
+            step(this, adam, number)
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        with pytest.raises(ParameterChangedError, match=r"infinity\.flush"):
+            call()
+        if number < 3:
+            infinity.flush(adam)
 
 
 @pytest.mark.parametrize("update", ["overlap", "delayed"])
-def test_an_edit_that_is_refused_leaves_nothing_behind(update: str, tmp_path: Path) -> None:
-    this, model, adam = started(tmp_path, "nvme", update=update)
-    with closing(adam):
-        before = values(model)
-
-        def edit() -> None:
-            with infinity.gathered(model), torch.no_grad():
-                model.tokens.weight.mul_(2)
-                model.head.weight.mul_(2)
-
-        with pytest.raises(ParameterChangedError):
-            edit()
-        with infinity.gathered(model):
-            assert same([p.detach() for p in model.parameters()], before)
-        assert not any(u.in_use for u in engine_of(model).units)
-        step(this, adam, 3)
-
-
-def test_close_does_not_drop_an_edit_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFINITY_DELAY_SEED", "1")
-    _, model, adam = started(tmp_path, "resident")  # with an update under way
-    with torch.no_grad():
-        model.head.weight.mul_(2)
-    with pytest.raises(ParameterChangedError, match=r"infinity\.flush"):
-        infinity.close(adam)
-
-
-def test_a_model_that_calls_itself_is_one_forward(tmp_path: Path) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-        def forward(self, x: torch.Tensor, again: int = 2) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x).tanh()
-            return self(x, again - 1) if again else x
-
-    model: Any = Twice()
-    config = config_for(tmp_path, update="delayed", delay_warmup_steps=0, **ON_HOST)
-    model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-    depths: list[int] = []
-    phases = engine_of(model).phases
-    model.layers[1].register_forward_hook(lambda *_: depths.append(len(phases._roots())))
-    with closing(adam):
-        for _ in range(2):
-            model(torch.randn(2, 8)).sum().backward()
-            adam.step()
-        assert depths == [1, 2, 3] * 2
-
-
-@pytest.mark.parametrize("update", ["overlap", "delayed", "sync"])
 def test_state_that_was_read_ahead_in_another_order_does_not_block_the_update(
     update: str, tmp_path: Path
 ) -> None:
     """With fewer leases than chunks: those that are read ahead first may be updated last."""
     torch.manual_seed(0)
-    model: Any = Stack(6, 32)
     mode: dict[str, Any] = {"update": update, "update_depth": 1, "read_ahead_memory": 0}
-    model, adam = wrap_adamw(model, config_for(tmp_path, delay_warmup_steps=1, **mode))
+    model, adam = wrap_adamw(Stack(), config_for(tmp_path, delay_warmup_steps=1, **mode))
     x, done = torch.randn(4, 32), threading.Event()
 
     def train() -> None:
@@ -434,153 +265,7 @@ def test_state_that_was_read_ahead_in_another_order_does_not_block_the_update(
     infinity.close(adam)
 
 
-def test_close_tells_of_an_update_whose_failure_only_a_prefetch_has_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    this, _, adam = started(tmp_path, "nvme", update="overlap")
-
-    def fail(*args: Any, **mode: Any) -> None:
-        raise StorageError("the drive is gone", cure="another drive")
-
-    engine = engine_of(adam)
-    this.loss(this.model, this.batches[3]).backward()
-    engine.updater.wait()
-    monkeypatch.setattr(update_module, "_compute", fail)
-    adam.step()
-    for unit in engine.units:
-        if unit.last_load is not None:
-            unit.last_load.issued.wait(10)
-    assert any(u.last_load is not None and u.last_load.error is not None for u in engine.units)
-    with pytest.raises(StorageError, match="the drive is gone"):
-        infinity.close(adam)
-
-
-@placements
-def test_every_value_of_a_state_dict_is_the_newest(placement: str, tmp_path: Path) -> None:
-    """Also the second parameter of a module; and nothing that comes later makes up for it."""
-    this, model, adam = started(tmp_path, placement)
-    with closing(adam):
-        engine_of(model).updater.wait()
-        saved = values(model)
-        assert same(saved, masters_of(model))
-        part = [v.clone() for v in model.blocks[0].norm1.state_dict().values()]
-        assert same(part, [v for n, v in model.state_dict().items() if n.startswith("blocks.0.norm1.")])
-        step(this, adam, 3)
-
-
-_SCRIPT = """
-import signal, sys, threading, time, os
-import torch, infinity
-from pathlib import Path
-from infinity.optim import update
-from tests.test_delayed_edges import started
-
-this, model, adam = started(Path(sys.argv[1]), sys.argv[2])
-inner = update._compute
-
-def slowly(*args, **mode):
-    time.sleep(0.1)
-    inner(*args, **mode)
-
-update._compute = slowly
-this.loss(model, this.batches[3]).backward()
-adam.step()
-if sys.argv[3] == "raise":
-    raise KeyError("mine")
-if sys.argv[3] == "interrupt":
-    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-    infinity.flush(adam)
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("how", "placement"),
-    [
-        ("interrupt", "nvme"),
-        *(
-            pytest.param(how, placement, marks=pytest.mark.nightly)
-            for how, placement in itertools.product(("end", "raise"), ("nvme", "resident"))
-        ),
-        pytest.param("interrupt", "resident", marks=pytest.mark.nightly),
-    ],
-)
-def test_the_interpreter_ends_with_a_delayed_update_under_way(
-    how: str, placement: str, tmp_path: Path
-) -> None:
-    done = python("-c", _SCRIPT, str(tmp_path), placement, how, timeout=60)
-    assert (done.returncode == 0) == (how == "end"), done.stderr
-    assert ("KeyboardInterrupt" in done.stderr) == (how == "interrupt"), done.stderr
-    assert "Exception ignored" not in done.stderr
-
-
-@placements
-def test_a_delayed_update_that_fails_is_told_at_the_next_call(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    this, model, adam = started(tmp_path, placement)
-    this.loss(model, this.batches[3]).backward()
-    engine_of(model).updater.wait()
-    inner, calls = update_module._compute, []
-
-    def fail(*args: Any, **mode: Any) -> None:
-        calls.append(args)
-        if len(calls) > 2:  # after some units
-            raise StorageError("the drive is gone", cure="another drive")
-        inner(*args, **mode)
-
-    monkeypatch.setattr(update_module, "_compute", fail)
-    adam.step()
-    adam.zero_grad()
-    for use in (
-        adam.step,
-        lambda: step(this, adam, 4),
-        lambda: glance(this),
-        lambda: infinity.flush(adam),
-        model.state_dict,
-        adam.state_dict,
-        lambda: infinity.gathered(model).__enter__(),
-        lambda: model.load_state_dict({}, strict=False),
-    ):
-        with pytest.raises(StorageError, match="the drive is gone"):
-            use()
-    monkeypatch.undo()
-    infinity.close(adam)
-
-
-@pytest.mark.first
-@pytest.mark.parametrize("update", ["overlap", "delayed"])
-def test_state_is_not_read_ahead_before_the_store_knows_of_its_write(
-    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A unit may be used while the CRCs of its state are made; a backward that begins then does not read
-    the state from before the update."""
-    found = []
-    for slow in (False, True):
-        this, model, adam = started(tmp_path / str(slow), "nvme", steps=1, update=update)
-        with closing(adam):
-            inner = ChunkIO.write
-
-            def write(self: ChunkIO, *, state: bool, copy: bool, inner: Any = inner, **more: Any) -> None:
-                if state and not copy:
-                    time.sleep(0.05)
-                inner(self, state=state, copy=copy, **more)
-
-            if slow:
-                monkeypatch.setattr(ChunkIO, "write", write)
-            for t in range(1, 5):
-                loss = this.loss(model, this.batches[t])
-                glance(this)  # waits until all is updated
-                loss.backward()
-                adam.step()
-                adam.zero_grad()
-            monkeypatch.undo()
-            found.append(masters_of(model))
-    assert same(*found)
-
-
-@placements
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize(("warm", "placement"), [(True, "nvme"), (False, "nvme"), (False, "resident")])
 def test_an_edit_inside_a_forward(warm: bool, placement: str, tmp_path: Path) -> None:
     """With one version it is as in torch; with two it is refused, and the forward goes on."""
     torch.manual_seed(0)

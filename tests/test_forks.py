@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.api.engine import engine_of
-from infinity.core import locks
-from infinity.core.errors import ClosedError, InfinityError
+from infinity.core.errors import InfinityError
 from infinity.hardware import cpu_adam
 
 from . import inner
@@ -53,8 +50,10 @@ def outcome(call: Callable[[], object]) -> str:
     return "returned"
 
 
-@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
-@pytest.mark.parametrize("update", ["overlap", "delayed"])
+@pytest.mark.parametrize(
+    ("tier", "update"),
+    [("device", "overlap"), ("device", "delayed"), ("host", "overlap"), ("nvme", "delayed")],
+)
 def test_a_fork_waits_for_nothing_of_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, update: str
 ) -> None:
@@ -93,7 +92,6 @@ def test_a_fork_waits_for_nothing_of_its_parent(
         "optimizer's": lambda: adam.state_dict(),
         "step": lambda: adam.step(),
         "flush": lambda: infinity.flush(adam),
-        "wait of a unit": lambda: engine_of(model).updates.wait_unit(1),
         "save": lambda: infinity.save(adam, tmp_path / "saved"),
         "close": lambda: infinity.close(adam),
     }
@@ -114,45 +112,3 @@ def test_a_fork_waits_for_nothing_of_its_parent(
     finally:
         go.set()
         infinity.close(adam)
-
-
-def test_a_fork_takes_locks_that_its_parents_threads_held() -> None:
-    lock = locks.lock("store", reentrant=True)
-    taken, go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            taken.set()
-            go.wait(60)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    try:
-        assert taken.wait(60)
-
-        def takes() -> bool:
-            with lock:
-                return True
-
-        assert said_by_child(takes)
-    finally:
-        go.set()
-        holder.join()
-
-
-def test_a_bell_of_the_parent_raises_and_one_of_the_child_waits() -> None:
-    from infinity.core.waiting import Bell, Latch
-
-    latch, opened = Latch(), Latch()
-    opened.open()
-
-    def waits() -> list[object]:
-        own, begin = Bell(), time.monotonic()
-        own.wait(lambda: False, 0.05)
-        try:
-            latch.wait()
-        except ClosedError as error:
-            return [opened.wait(), time.monotonic() - begin >= 0.05, bool(error.cure)]
-        return []
-
-    assert said_by_child(waits) == [True, True, True]

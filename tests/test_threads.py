@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
-import contextlib
-import itertools
+import functools
+import tempfile
 import threading
 import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,125 +17,10 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.engine_lock import EngineLock
 from infinity.core.errors import ThreadError
 
-from .command_line import python
 from .models import case
-from .offloaded import config_for, wrap_adamw
-from .quick import quick
-
-NVME = {"parameters": "nvme", "optimizer_state": "nvme", "gradients": "nvme"}
-
-
-def test_a_thread_that_python_has_not_started_keeps_its_turn() -> None:
-    """As those of an embedding program: no object of Python's says that they live."""
-    turn, begun, go, found = EngineLock(limit=60), threading.Event(), threading.Event(), []
-
-    def foreign() -> None:
-        with turn.hold():
-            begun.set()
-            go.wait(30)
-            found.append("it")
-
-    def other() -> None:
-        with turn.hold():
-            found.append("the other")
-
-    _thread.start_new_thread(foreign, ())
-    assert begun.wait(30)
-    waits = threading.Thread(target=other)
-    waits.start()
-    time.sleep(0.5)
-    go.set()
-    waits.join(30)
-    assert found == ["it", "the other"]
-
-
-def test_who_waits_in_a_backward_of_its_own_waits_for_no_thread_that_has_ended() -> None:
-    turn = EngineLock(limit=5)
-    ended = threading.Thread(target=turn.enter, args=["a backward that raised"])
-    ended.start()
-    ended.join(30)
-
-    def _engine_run_backward() -> None:
-        with turn.hold():
-            pass
-
-    _in_torch(_engine_run_backward, torch.autograd.graph)()
-
-
-def _in_torch(function: Callable[[], None], module: types.ModuleType) -> Callable[[], None]:
-    """Return a function as if it stood in a module of torch."""
-    return types.FunctionType(function.__code__, vars(module), closure=function.__closure__)
-
-
-@pytest.mark.parametrize(
-    ("name", "home"),
-    [
-        ("_call_impl", torch.nn.modules.module),
-        ("torch_dynamo_resume_in__call_impl_at_1784", torch.nn.modules.module),
-        ("state_dict", torch.nn.modules.module),
-        ("_engine_run_backward", torch.autograd.graph),
-    ],
-)
-def test_only_torchs_own_functions_keep_the_lock(name: str, home: types.ModuleType) -> None:
-    """A function of the user's has any name: `restore_state_dict_and_retry`, after a backward that raised."""
-
-    def within() -> None:
-        lock = EngineLock(limit=2)
-        lock.enter("a backward that raised")
-        other = threading.Thread(target=waits, args=[lock], daemon=True)
-        other.start()
-        other.join(30)
-
-    def waits(lock: EngineLock) -> None:
-        try:
-            with lock.hold():
-                found.append("it went on")
-        except ThreadError as error:
-            found.append(error.found)
-
-    found: list[str] = []
-    for mine in (name, f"restore_{name}_and_retry"):
-        within.__code__ = within.__code__.replace(co_name=mine)
-        within()
-    assert found == ["it went on", "it went on"]
-    found.clear()
-
-    def torchs() -> None:
-        within()
-
-    torchs.__code__ = torchs.__code__.replace(co_name=name)
-    _in_torch(torchs, home)()
-    assert ["is inside" in what for what in found] == [True]
-
-
-def test_a_retry_by_any_name_holds_up_no_other_thread(tmp_path: Path) -> None:
-    this = case("gpt")
-    model, optimizer = wrap_adamw(this.model, config_for(tmp_path))
-    engine_of(model).deferral.lock._limit = 5.0
-    losses: list[float] = []
-
-    def stop(gradient: torch.Tensor) -> None:
-        raise RuntimeError("a backward that raises")
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            losses.append(this.loss(model, this.batches[0]).item())
-
-    def restore_state_dict_and_retry() -> None:
-        loss = this.loss(model, this.batches[0])
-        loss.register_hook(stop)
-        with pytest.raises(RuntimeError, match="a backward that raises"):
-            loss.backward()
-        beside = threading.Thread(target=evaluate, daemon=True)
-        beside.start()
-        beside.join(60)
-
-    restore_state_dict_and_retry()
-    assert len(losses) == 1
-    infinity.close(optimizer)
+from .offloaded import ON_NVME, config_for, wrap_adamw
 
 
 def _gathered(this: Any, model: Any, optimizer: Any) -> None:
@@ -159,51 +42,58 @@ BESIDE: dict[str, Callable[[Any, Any, Any], object]] = {
     "metrics": lambda this, model, optimizer: infinity.metrics(optimizer),
     "evaluation": _evaluates,
     "forward_with_a_graph": lambda this, model, optimizer: this.loss(model, this.batches[0]),
+    "look": lambda this, model, optimizer: model.head.weight.sum(),
 }
 
 
-def _look(name: str, things: tuple[Any, ...], trained: threading.Event, errors: list[Any]) -> None:
-    try:
-        while not trained.is_set():
-            BESIDE[name](*things)
-            time.sleep(0.001)
-    except BaseException as error:
-        errors.append(error)
+def trained(
+    folder: Path, place: str, calls: Callable[[Any, Any, Any], object] | None = None
+) -> dict[str, torch.Tensor]:
+    """Train while another thread makes calls, if there are any; return the values."""
+    this = case("gpt", layers=2, width=32)
+    config = config_for(folder, **{**ON_NVME, "parameters": place})
+    model, optimizer = wrap_adamw(this.model, config, lr=1e-2)
+    over, errors = threading.Event(), []
+
+    def look() -> None:
+        try:
+            while calls is not None and not over.is_set():
+                calls(this, model, optimizer)
+                time.sleep(0.001)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    for step in range(5):
+        this.loss(model, this.batches[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    over.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert errors == []
+    found = {n: v.clone() for n, v in model.state_dict().items()}
+    infinity.close(optimizer)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "update"),
-    quick(itertools.product(BESIDE, ["sync", "overlap"]), [(name, "overlap") for name in BESIDE]),
-)
-def test_a_thread_beside_the_one_that_trains(name: str, update: str, tmp_path: Path) -> None:
-    found = []
-    for beside in (True, False):
-        folder = tmp_path / str(beside)
-        folder.mkdir()
-        this = case("gpt")
-        model, optimizer = wrap_adamw(this.model, config_for(folder, update=update, **NVME), lr=1e-2)
-        trained, errors = threading.Event(), []
-        things = (this, model, optimizer)
-        thread = threading.Thread(target=_look, args=(name, things, trained, errors), daemon=True)
-        if beside:
-            thread.start()
-        for step in range(6):
-            this.loss(model, this.batches[step % len(this.batches)]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.set()
-        if beside:
-            thread.join(60)
-            assert not thread.is_alive()
-        assert errors == []
-        found.append({n: v.clone() for n, v in model.state_dict().items()})
-        infinity.close(optimizer)
-    assert all(torch.equal(found[0][n], v) for n, v in found[1].items())
+@functools.cache
+def trained_alone(place: str) -> dict[str, torch.Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(Path(folder), place)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_thread_beside_the_one_that_trains(name: str, tmp_path: Path) -> None:
+    place = "device" if name in ("look", "state_dict") else "nvme"
+    found = trained(tmp_path, place, BESIDE[name])
+    assert all(torch.equal(found[n], v) for n, v in trained_alone(place).items())
 
 
 def test_two_threads_evaluate_one_model(tmp_path: Path) -> None:
     this = case("gpt")
-    model, optimizer = wrap_adamw(this.model, config_for(tmp_path, **NVME), lr=1e-2)
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path))
     with torch.no_grad():
         wanted = [this.loss(model, batch).item() for batch in this.batches]
     found: dict[int, list[float]] = {}
@@ -212,62 +102,55 @@ def test_two_threads_evaluate_one_model(tmp_path: Path) -> None:
         with torch.no_grad():
             found[number] = [this.loss(model, batch).item() for batch in this.batches]
 
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads(functools.partial(work, n) for n in range(4))
     assert found == dict.fromkeys(range(4), wanted)
     infinity.close(optimizer)
 
 
-def test_who_waits_too_long_is_told_who_has_the_turn() -> None:
-    turn, inside, done = EngineLock(limit=0.3), threading.Event(), threading.Event()
+def run_threads(calls: Iterable[Callable[[], None]]) -> None:
+    """Make each call on a thread of its own, and raise what one of them raised."""
+    pool = ThreadPoolExecutor()
+    for made in [pool.submit(call) for call in calls]:
+        made.result(60)
+    pool.shutdown()
 
-    def hold() -> None:
-        with turn.hold():
-            inside.set()
-            done.wait(60)
 
-    thread = threading.Thread(target=hold, name="the-other", daemon=True)
+def test_who_waits_too_long_is_told_who_uses_the_model(tmp_path: Path) -> None:
+    model, optimizer = wrap_adamw(nn.Sequential(nn.Linear(8, 8)), config_for(tmp_path))
+    engine_of(model).deferral.lock._limit = 0.3
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        done.wait(60)
+
+    hook = model[0].register_forward_hook(wait)
+    thread = threading.Thread(target=lambda: model(torch.ones(2, 8)), name="the-other", daemon=True)
     thread.start()
-    inside.wait(60)
+    assert inside.wait(60)
+    hook.remove()
     with pytest.raises(ThreadError, match="the-other"):
-        turn.enter("mine")
+        model(torch.ones(2, 8))
     done.set()
     thread.join(60)
-    turn.enter("mine")
-    turn.leave("mine")
-
-
-def test_the_turn_of_a_thread_that_has_ended_is_free() -> None:
-    turn = EngineLock(limit=60)
-    thread = threading.Thread(target=lambda: turn.enter("forever"))
-    thread.start()
-    thread.join(60)
-    turn.enter("mine")
-    assert turn.mine
-    turn.leave("mine")
+    model(torch.ones(2, 8))
+    infinity.close(optimizer)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(where: str, tmp_path: Path) -> None:
-    this = case("gpt")
-    model, optimizer = wrap_adamw(this.model, config_for(tmp_path, **NVME), lr=1e-2)
+@pytest.mark.parametrize("retries", ["later", "meanwhile"])
+def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(
+    where: str, retries: str, tmp_path: Path
+) -> None:
+    """Neither once it is over, nor where the thread that it raised in goes on in some function."""
+    this = case("gpt", layers=2, width=32)
+    model, optimizer = wrap_adamw(this.model, config_for(tmp_path), lr=1e-2)
+    engine_of(model).deferral.lock._limit = 60.0
     module = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    failed: list[BaseException] = []
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt  # torch calls no hook at the end of a forward that this ends
-
-    if where == "forward":
-        handle = module.register_forward_pre_hook(stop)
-    else:
-        handle = module.weight.register_post_accumulate_grad_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        this.loss(model, this.batches[0]).backward()
-    handle.remove()
-    optimizer.zero_grad()
-    failed: list[BaseException] = []
 
     def work() -> None:
         try:
@@ -275,10 +158,20 @@ def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(where: str
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
+    def restore_state_dict_and_retry() -> None:
+        if where == "forward":
+            handle = module.register_forward_pre_hook(stop)
+        else:
+            handle = module.weight.register_post_accumulate_grad_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            this.loss(model, this.batches[0]).backward()
+        handle.remove()
+        if retries == "meanwhile":
+            run_threads([work])
+
+    restore_state_dict_and_retry()
+    optimizer.zero_grad()
+    run_threads([work])
     assert failed == []
     optimizer.step()
     infinity.close(optimizer)
@@ -296,13 +189,9 @@ class Branches(nn.Module):
     def half(self, block: nn.Sequential, x: torch.Tensor, number: int, graph: bool) -> torch.Tensor:
         rows = slice(4 * number, 4 * number + 4)
         with torch.set_grad_enabled(graph):
-            match self.way:
-                case "weight":
-                    return nn.functional.linear(x, block[0].weight[rows])
-                case "part of a block":
-                    return block[0](x)[:, rows]  # type: ignore[no-any-return]
-                case _:
-                    return block(x)[:, rows]  # type: ignore[no-any-return]
+            if self.way == "weight":
+                return nn.functional.linear(x, block[0].weight[rows])
+            return block(x)[:, rows]  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         graph = torch.is_grad_enabled()
@@ -315,15 +204,12 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize(
     ("way", "parameters", "update"),
-    [
-        *((way, "nvme", "overlap") for way in ("weight", "part of a block", "block")),
-        *(("weight", "device", update) for update in ("sync", "overlap", "delayed")),
-    ],
+    [("weight", "nvme", "overlap"), ("block", "nvme", "overlap"), ("weight", "device", "delayed")],
 )
 def test_threads_that_a_forward_starts_use_what_they_need(
     way: str, parameters: str, update: str, tmp_path: Path
 ) -> None:
-    settings = {**NVME, "parameters": parameters, "update": update, "delay_warmup_steps": 4}
+    settings = {**ON_NVME, "parameters": parameters, "update": update, "delay_warmup_steps": 4}
     found = []
     for offloaded in (False, True):
         torch.manual_seed(0)
@@ -338,138 +224,38 @@ def test_threads_that_a_forward_starts_use_what_they_need(
             optimizer.zero_grad()
         found.append({n: v.clone() for n, v in model.state_dict().items()})
     infinity.close(model)
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
-_LOOKS = """
-import gc, threading
-import torch
-from infinity.core.engine_lock import is_inside
-
-def look(who):
-    while not over.is_set():
-        circle = [torch.ones(2)]  # whoever collects it gives up the GIL
-        circle.append(circle)
-        is_inside(who)
-
-gc.set_threshold(1)
-over = threading.Event()
-looks = threading.Thread(target=look, args=[threading.get_ident()])
-looks.start()
-for _ in range(1000):
-    other = threading.Thread(target=int)
-    other.start()
-    other.join()
-over.set()
-looks.join()
-"""
-
-
-def test_a_look_at_another_threads_stack_holds_up_no_thread_that_starts() -> None:
-    done = python("-c", _LOOKS, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_guest_that_was_ended_is_none_when_it_comes_back(tmp_path: Path) -> None:
-    """torch calls no hook after a SystemExit; the thread of a pool lives on."""
-    torch.manual_seed(0)
-    model = Branches("block")
-    inner = model.blocks[0][0]
-    model = wrap_adamw(model, config_for(tmp_path, **NVME))[0]
-    turn = engine_of(model).deferral.lock
-    x = torch.randn(4, 8)
-    inside, stop = threading.Event(), threading.Event()
-
-    def leave(*_: Any) -> None:
-        raise SystemExit
-
-    def wait(*_: Any) -> None:
-        inside.set()
-        stop.wait(20)
-
-    def visit(*_: Any) -> None:
-        assert isinstance(pool.submit(model.blocks[0], x).exception(20), SystemExit)
-
-    with ThreadPoolExecutor(1) as pool:
-        gone = inner.register_forward_hook(leave)
-        within = model.register_forward_pre_hook(visit)
-        with torch.no_grad(), contextlib.suppress(SystemExit):
-            model(x)
-        gone.remove()
-        within.remove()
-        waits = model.head.register_forward_hook(wait)
-        training = threading.Thread(target=lambda: model(x), daemon=True)
-        training.start()
-        assert inside.wait(20)
-        # That thread again, from outside of any forward: it waits, as any other does.
-        evaluated = pool.submit(lambda: infinity.gradient(model.head.weight))
-        with pytest.raises(TimeoutError):
-            evaluated.result(0.3)
-        stop.set()
-        waits.remove()
-        assert evaluated.result(20) is None
-        training.join(20)
-    assert turn.holder == 0
-    infinity.close(model)
-
-
-def two_models(folder: Path) -> list[Any]:
-    models = []
+def test_two_threads_with_two_models(tmp_path: Path) -> None:
+    """`gathered` takes both in one order, whatever the order they are given in; threads that wait for each
+    other are told."""
+    models: list[Any] = []
     for name in "ab":
-        (folder / name).mkdir()
-        model = Branches("block")
-        models.append(wrap_adamw(model, config_for(folder / name, **NVME))[0])
-    return models
-
-
-def test_two_threads_gather_two_models_in_either_order(tmp_path: Path) -> None:
-    models = two_models(tmp_path)
-    weights = [model.head.weight for model in models]
-    errors: list[BaseException] = []
-
-    def gather(params: list[nn.Parameter]) -> None:
-        try:
-            for _ in range(100):
-                with infinity.gathered(params):
-                    pass
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=gather, args=(p,), daemon=True) for p in (weights, weights[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert errors == []
-    for model in models:
-        infinity.close(model)
-
-
-def test_two_threads_that_wait_for_each_others_model_are_told(tmp_path: Path) -> None:
-    models = two_models(tmp_path)
+        (tmp_path / name).mkdir()
+        models.append(wrap_adamw(nn.Sequential(nn.Linear(8, 8)), config_for(tmp_path / name))[0])
+    weights = [model[0].weight for model in models]
     both = threading.Barrier(2)
     found: list[BaseException] = []
 
+    def gather(params: list[nn.Parameter]) -> None:
+        for _ in range(50):
+            with infinity.gathered(params):
+                pass
+
     def nest(mine: Any, other: Any) -> None:
         try:
-            with infinity.gathered(mine.head.weight):
+            with infinity.gathered(mine):
                 both.wait(20)
-                with infinity.gathered(other.head.weight):
+                with infinity.gathered(other):
                     pass
         except BaseException as error:
             found.append(error)
 
-    threads = [threading.Thread(target=nest, args=p, daemon=True) for p in (models, models[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    run_threads([functools.partial(gather, weights), functools.partial(gather, weights[::-1])])
+    run_threads([functools.partial(nest, *weights), functools.partial(nest, *weights[::-1])])
     assert found
     assert all(isinstance(e, ThreadError) and "wait for each other" in str(e) for e in found)
-    with infinity.gathered([*models[0].parameters(), *models[1].parameters()]):
-        pass  # nothing is left
+    gather(weights)  # nothing is left
     for model in models:
         infinity.close(model)

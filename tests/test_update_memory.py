@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +18,13 @@ import infinity
 from infinity.api.engine import Engine, engine_of
 from infinity.core.errors import OutOfMemoryError
 from infinity.hardware import cpu_adam
-from infinity.hardware.aio import Priority
 from infinity.optim import chunk_io, update
 from infinity.storage import pinned
 
 from .command_line import python
 from .offloaded import config_for
-from .ranks import all_well, run_ranks
 from .small_net import build, same, tokens
 
-PLACES = ("nvme", "host", "device")
-MODES = ("sync", "overlap", "delayed")
 #: What needs memory before a chunk is changed, in the order of an update.
 POINTS: dict[str, tuple[Any, str]] = {
     "open": (update, "try_open_chunk"),
@@ -163,27 +161,18 @@ def assert_same(found: Done, wanted: Done) -> None:
         assert same(a[index], b[index]), index
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Done]:
-    known: dict[tuple[str, str], Done] = {}
-
-    def run(place: str, mode: str) -> Done:
-        if (place, mode) not in known:
-            known[place, mode] = train(tmp_path_factory.mktemp("undisturbed"), place, mode)
-        return known[place, mode]
-
-    return run
+@functools.cache
+def undisturbed(place: str, mode: str) -> Done:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(Path(folder), place, mode)
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("mode", [*MODES, "backward"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    [("nvme", "overlap"), ("host", "sync"), ("device", "delayed"), ("nvme", "backward")],
+)
 def test_an_update_that_finds_no_memory_goes_on_where_it_stopped(
-    place: str,
-    mode: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    undisturbed: Callable[[str, str], Done],
+    place: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each point of an update, in one step after the other. Each time the next call says so, and the one
     after that has it go on; a backward, which cannot be made again, says nothing."""
@@ -209,24 +198,7 @@ def test_an_update_that_finds_no_memory_goes_on_where_it_stopped(
     assert_same(found, undisturbed(place, mode))
 
 
-def test_leases_that_are_out_come_home_before_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Callable[[str, str], Done]
-) -> None:
-    """With the least of leases, some with chunks that were read ahead; once for good, for as many calls."""
-
-    def shortage(number: int) -> None:
-        if number % 3 == 1:
-            Shortage(monkeypatch, "compute", at=1, times=3)
-
-    found = train(tmp_path, "nvme", "overlap", shortage, host_memory="5MiB")
-    monkeypatch.undo()
-    assert len(found.told) >= 3
-    assert_same(found, undisturbed("nvme", "overlap"))
-
-
-@pytest.mark.first
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "mode"), [("nvme", "delayed"), ("host", "overlap"), ("device", "sync")])
 def test_a_chunk_that_was_changed_ends_the_run_with_a_checkpoint_to_load(
     place: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,25 +238,17 @@ def stopped(
 
 
 USES: dict[str, Callable[[Any, Any, Path], Any]] = {
-    "step": lambda model, optimizer, folder: optimizer.step(),
     "forward": lambda model, optimizer, folder: model(tokens()),
-    "gathered": lambda model, optimizer, folder: _look(model.blocks[2].up.weight),
-    "flush": lambda model, optimizer, folder: infinity.flush(optimizer),
     "save": lambda model, optimizer, folder: infinity.save(optimizer, folder / "saved"),
     "state_dict": lambda model, optimizer, folder: model.state_dict(),
-    "optimizer.state_dict": lambda model, optimizer, folder: optimizer.state_dict(),
     "clip": lambda model, optimizer, folder: optimizer.clip_grad_norm_(1.0),
     "zero_grad": lambda model, optimizer, folder: optimizer.zero_grad(),
 }
 
 
-def _look(param: torch.nn.Parameter) -> torch.Tensor:
-    with infinity.gathered(param):
-        return param.detach().clone()
-
-
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The values after one step."""
     model, optimizer, _ = wrapped(tmp_path_factory.mktemp("one"), "nvme", "sync")
     model(tokens()).backward()
     optimizer.step()
@@ -354,115 +318,11 @@ def test_the_loss_scale_counts_a_step_that_stopped_once(
         assert optimizer.steps == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_close_tries_once_more_and_gives_up(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unwrap_has_it_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_step: dict[str, torch.Tensor]
 ) -> None:
-    model, optimizer, _ = wrapped(tmp_path, "nvme", mode)
-    model(tokens()).backward()
-    Shortage(monkeypatch, "read", times=1000)
-    with pytest.raises(OutOfMemoryError):
-        _step(optimizer)
-    with pytest.raises(OutOfMemoryError, match="never updated: ") as raised:
-        infinity.close(optimizer)
-    assert "load the last checkpoint" in str(raised.value)
-    infinity.close(optimizer)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_close_and_unwrap_have_it_go_on(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_step: dict[str, torch.Tensor]
-) -> None:
-    with stopped(tmp_path, monkeypatch, mode) as (model, optimizer):
-        infinity.close(optimizer)
-    monkeypatch.undo()
-    with stopped(tmp_path / "b", monkeypatch, mode) as (model, optimizer):
+    with stopped(tmp_path, monkeypatch, "delayed") as (model, _):
         assert same(infinity.unwrap(model).state_dict(), one_step)
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_no_update_takes_for_read_ahead_what_found_no_memory(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A backward that raises as it reads ahead, made again: the values of one that did not."""
-
-    def run(name: str, victim: int) -> dict[str, torch.Tensor]:
-        model, optimizer, engine = wrapped(tmp_path / name, "nvme", "sync")
-        read, left = engine.store.read, at
-
-        def short(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= kwargs.get("priority") is Priority.BACKGROUND
-            if not left:
-                left = -1
-                raise MemoryError
-            return read(*args, **kwargs)
-
-        for number in range(4):
-            loss = model(tokens(number))
-            if number == victim:
-                monkeypatch.setattr(engine.store, "read", short)
-                with pytest.raises(MemoryError):
-                    loss.backward()
-                optimizer.zero_grad()
-                loss = model(tokens(number))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        values = {name: value.clone() for name, value in model.state_dict().items()}
-        assert engine.pool.stats()["update"].in_use == 0
-        infinity.close(optimizer)
-        return values
-
-    assert same(run("short", 1), run("other", -1))
-
-
-#: trains twice, the second time with an update on one rank that finds no memory
-RANK = """
-import json, os, sys, infinity
-from infinity.optim import update
-from tests.small_net import build, tokens
-
-config, inner, told, short = infinity.Config(**json.loads(sys.argv[1])), update._compute, 0, []
-
-def compute(*args, **kwargs):
-    if short:
-        short.pop()
-        raise MemoryError
-    inner(*args, **kwargs)
-
-update._compute = compute
-for victim in (-1, 1):
-    model, optimizer = infinity.wrap(*build(), config)
-    for number in range(4):
-        model(tokens(number)).backward()
-        if number in (1, 2) and victim == int(os.environ["RANK"]):
-            short[:] = [1, 1]
-        while True:
-            try:
-                optimizer.step()
-                break
-            except MemoryError:
-                told += 1
-        optimizer.zero_grad()
-    values = [v.double().sum().item().hex() for v in model.state_dict().values()]
-    print(json.dumps([told, optimizer.steps, values]))
-    infinity.close(optimizer)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_a_rank_makes_its_step_once_more_and_the_others_wait_for_it(tmp_path: Path) -> None:
-    settings = {"update": "sync", "nvme": str(tmp_path), "device": "cpu", "dtype": "fp32"}
-    settings |= {"device_memory": "8MiB", "host_memory": "64MiB", "optimizer_state": "nvme"}
-    results = run_ranks(2, RANK, json.dumps(settings))
-    all_well(results)
-    for rank, (_, out, _) in enumerate(results):
-        wanted, found = (json.loads(line) for line in out.splitlines()[-2:])
-        assert wanted[0] == 0
-        assert found[0] == 4 * rank
-        assert found[1:] == wanted[1:]
 
 
 #: trains twice, the second time without memory for 48 KiB while an update is under way
