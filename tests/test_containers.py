@@ -1,32 +1,30 @@
 """Containers refuse system calls and set limits: training goes on, with the same bits, and says why
 it is slower.
 
-One process imports everything once; a fork of it for each case takes on the restrictions (seccomp
-for good, limits, another user), trains, and asks the ring and `doctor` what they make of it.
+A process for each case takes on the restrictions (seccomp for good, limits, another user), trains, and asks
+the ring and `doctor` what they make of it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import faulthandler
+import functools
 import json
 import os
 import resource
-import shutil
-import signal
 import struct
-import subprocess
-import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_ROOT = Path(__file__).parents[1]
+from .command_line import need_root
+from .ranks import all_well, run_ranks
+
 _NUMBERS = {
     "x86_64": {
         "io_setup": 206,
@@ -89,9 +87,7 @@ RESTRICTIONS: dict[str, Callable[[str], None]] = {
     "nothing": lambda folder: None,
     "docker": lambda folder: forbid(URING, errno.EPERM),  # its profile since 2023
     "no io_setup": lambda folder: forbid(("io_setup",), errno.EPERM),
-    "no io_setup, ENOSYS": lambda folder: forbid(("io_setup",), errno.ENOSYS),
     "no io_submit": lambda folder: forbid(("io_submit",), errno.EPERM),
-    "neither": lambda folder: forbid(("io_setup", *URING), errno.EPERM),
     "neither, ENOSYS": lambda folder: forbid(("io_setup", *URING), errno.ENOSYS),
     "neither submits": lambda folder: forbid(("io_submit", "io_uring_enter"), errno.EACCES),
     "contexts used up": lambda folder: forbid(("io_setup",), errno.EAGAIN),
@@ -103,7 +99,6 @@ RESTRICTIONS: dict[str, Callable[[str], None]] = {
     "no sched_getaffinity": lambda folder: forbid(("sched_getaffinity",), errno.EPERM),
     "no locked memory": lambda folder: _limit(resource.RLIMIT_MEMLOCK, 0),
     "few descriptors": lambda folder: _limit(resource.RLIMIT_NOFILE, 64),
-    "another user": _nobody,
     "another user, neither, no locked memory": lambda folder: (
         _limit(resource.RLIMIT_MEMLOCK, 0),
         _nobody(folder),
@@ -114,9 +109,7 @@ RESTRICTIONS: dict[str, Callable[[str], None]] = {
 EXPECTED = {
     "docker": ("libaio", "first choice"),
     "no io_setup": ("uring", "libaio: refused (seccomp"),
-    "no io_setup, ENOSYS": ("uring", "libaio: the kernel does not have it, or seccomp refuses it"),
     "no io_submit": ("uring", "libaio: a trial write failed: refused (seccomp"),
-    "neither": ("threads", "uring: refused (seccomp"),
     "neither, ENOSYS": ("threads", "uring: the kernel does not have it, or seccomp refuses it"),
     "neither submits": ("threads", "uring: a trial write failed: refused (seccomp"),
     "contexts used up": ("uring", "fs.aio-nr has reached fs.aio-max-nr"),
@@ -126,10 +119,17 @@ EXPECTED = {
 SLOWER = [name for name, (backend, _) in EXPECTED.items() if backend != "libaio"]
 
 
-def _train(name: str, folder: str) -> dict[str, Any]:
-    """What a restricted process finds."""
-    import warnings
+IMPORTS = (
+    "torch._dynamo",
+    "click.testing",
+    "infinity.cli.doctor",
+    "tests.fault_runs",
+    "tests.test_containers",
+)
 
+
+def answer(name: str, folder: str) -> None:
+    """Take on a restriction, and print what training comes to."""
     from click.testing import CliRunner
 
     from infinity.cli.doctor import doctor_command
@@ -140,114 +140,43 @@ def _train(name: str, folder: str) -> dict[str, Any]:
     RESTRICTIONS[name](folder)
     warnings.simplefilter("ignore")  # of what is slower; here the answers count
     with Ring("probe", path=folder) as ring:
-        found = {"backend": ring.backend, "reason": ring.reason}
+        found: dict[str, Any] = {"backend": ring.backend, "reason": ring.reason}
     found["digest"] = training_run([folder], backend="auto", deadline=60.0)
     if name in SLOWER:
         result = CliRunner().invoke(doctor_command, [folder, "--json"])
         found["doctor"] = json.loads(result.output[result.output.index("{") :])
-    return found
+    print(json.dumps(found))  # noqa: T201
 
 
-def _main(folder: Path) -> None:
-    """Fork a process for each case that is named on a line of stdin; answer in lines."""
-    import importlib
-
-    for module in ("torch._dynamo", "tests.fault_runs", "infinity.cli.doctor", "click.testing"):
-        importlib.import_module(module)
-    if len(os.listdir("/proc/self/task")) != 1:
-        raise RuntimeError("a fork server must be made before any thread")
-    for k, line in enumerate(sys.stdin):
-        name = line.rstrip("\n")
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            faulthandler.dump_traceback_later(100, exit=True)
-            own = folder / str(k)
-            own.mkdir()
-            try:
-                answer = _train(name, str(own))
-            except BaseException as error:
-                answer = {"error": "".join(traceback.format_exception(error))}
-            os.write(write_end, json.dumps(answer).encode())
-            os._exit(0)
-        os.close(write_end)
-        with open(read_end) as answers:
-            text = answers.read()
-        os.waitpid(pid, 0)
-        print(text or json.dumps({"error": "it died"}), flush=True)  # noqa: T201
-
-
-class Container:
-    """Answers for each restriction what training came to."""
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="infinity-containers-", dir=Path(__file__).parent))
-        self.folder.chmod(0o755)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        for name in ("INFINITY_AIO", "INFINITY_DELAY_SEED"):
-            environment.pop(name, None)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from tests.test_containers import _main, Path; _main(Path({str(self.folder)!r}))",
-            ],
-            cwd=_ROOT,
-            env={**environment, "XDG_CONFIG_HOME": str(self.folder / "config")},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+@functools.cache
+def trained(name: str) -> dict[str, Any]:
+    """Return the answers of one case."""
+    with tempfile.TemporaryDirectory(prefix="infinity-containers-", dir=Path(__file__).parent) as folder:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "drive").mkdir()
+        script = "import sys\nfrom tests.test_containers import answer\nanswer(*sys.argv[1:])\n"
+        environment = {"INFINITY_AIO": "", "INFINITY_DELAY_SEED": "", "XDG_CONFIG_HOME": f"{folder}/config"}
+        results = run_ranks(
+            1, script, name, f"{folder}/drive", seconds=250, environment=environment, imports=IMPORTS
         )
-
-    def train(self, name: str) -> dict[str, Any]:
-        """Return the answers of one case."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(name, file=self.process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        assert "error" not in answer, answer["error"]
-        return answer
-
-    def close(self) -> None:
-        """End the process, whatever it does."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate(timeout=60)
-        shutil.rmtree(self.folder)
-
-
-@pytest.fixture(scope="module")
-def container() -> Iterator[Container]:
-    found = Container()
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-@pytest.fixture(scope="module")
-def free(container: Container) -> dict[str, Any]:
-    return container.train("nothing")
+    found: dict[str, Any] = json.loads(all_well(results)[0].splitlines()[-1])
+    return found
 
 
 @pytest.mark.first
 @pytest.mark.skipif(_MACHINE not in _NUMBERS, reason=f"the numbers of {_MACHINE}'s system calls")
 @pytest.mark.parametrize("name", [n for n in RESTRICTIONS if n != "nothing"])
-def test_a_restricted_process_trains_with_the_same_bits_and_says_why_it_is_slower(
-    container: Container, free: dict[str, Any], name: str
-) -> None:
-    if "another user" in name and os.geteuid() != 0:
-        if os.environ.get("CI"):
-            pytest.fail("not root")
-        pytest.skip("not root")
-    answer = container.train(name)
-    assert answer["digest"] == free["digest"]
+def test_a_restricted_process_trains_with_the_same_bits_and_says_why_it_is_slower(name: str) -> None:
+    if "another user" in name:
+        need_root()
+    free, found = trained("nothing"), trained(name)
+    assert found["digest"] == free["digest"]
     backend, reason = EXPECTED.get(name, (free["backend"], free["reason"]))
     if free["backend"] == "libaio":  # else there is no libaio, or the tests' drive is no drive
-        assert answer["backend"] == backend, answer["reason"]
-        assert reason in answer["reason"]
+        assert found["backend"] == backend, found["reason"]
+        assert reason in found["reason"]
         if name in SLOWER:
-            line = next(f for f in answer["doctor"]["findings"] if f["name"].endswith(": backend"))
+            line = next(f for f in found["doctor"]["findings"] if f["name"].endswith(": backend"))
             assert reason in line["found"]
             assert line["status"] == ("warning" if backend == "threads" else "ok")
             assert line["cure"] or backend != "threads"

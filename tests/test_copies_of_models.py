@@ -1,4 +1,4 @@
-"""Casts, moves and copies of a wrapped model, and several models at once."""
+"""Casts, moves and copies of a wrapped model, several models at once, and what others wrap around one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import infinity
-from infinity.core.errors import GradientError, ParameterChangedError, ParameterError, ReleasedParameterError
+from infinity.core.errors import (
+    GradientError,
+    ParameterChangedError,
+    ParameterError,
+    ReleasedParameterError,
+    WrapError,
+)
 
-from .offloaded import config_for, wrap_adamw
-from .small_models import HeadModel, HolderModel, built, tokens, train, values, wrapped
+from .offloaded import config_for
+from .small_models import HeadModel, HolderModel, built, tokens, train, trained, values, wrapped
 from .test_doors import assert_close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
 def test_casts_and_moves_that_change_nothing_work(parameters: str, tmp_path: Path) -> None:
     """What Lightning's teardown calls; others are refused, and training goes on."""
     model, optimizer = wrapped(tmp_path, parameters=parameters)
@@ -37,15 +44,13 @@ def test_casts_and_moves_that_change_nothing_work(parameters: str, tmp_path: Pat
         assert same() is model
     with pytest.raises((ParameterChangedError, GradientError)):
         model.share_memory()
-    optimizer.step()
-    optimizer.zero_grad()
     if parameters != "device":
-        for other in (model.half, model.double, model.bfloat16, lambda: model.to(torch.float16)):
+        for other in (model.half, model.double, lambda: model.to(torch.float16), lambda: model.to("meta")):
             with pytest.raises(ParameterChangedError, match="after `wrap`"):
                 other()
+    optimizer.step()
     wanted, plain = built(HeadModel)
     train(wanted, plain, 1)
-    model(tokens(1)).backward()
     assert_close(values(model), [p.detach() for p in wanted.parameters()])
     infinity.close(model)
 
@@ -82,13 +87,12 @@ class Collate:
         return torch.stack(rows) + len(list(self.held.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
-def test_a_collator_that_holds_the_model(kind: str, tmp_path: Path) -> None:
+def test_a_collator_that_holds_the_model(tmp_path: Path) -> None:
     """With workers that get it pickled, as they do by default from Python 3.14 on."""
     model, optimizer = wrapped(tmp_path, parameters="host")
 
     def batches(held: Any, workers: int = 1) -> list[torch.Tensor]:
-        context = kind if workers else None
+        context = "forkserver" if workers else None
         loader = DataLoader(
             torch.ones(2, 3), collate_fn=Collate(held), num_workers=workers, multiprocessing_context=context
         )
@@ -134,19 +138,75 @@ def test_gathered_takes_parameters_of_several_models(tmp_path: Path) -> None:
     infinity.close(teacher)
 
 
-def test_a_copy_of_gathered_modules_has_their_values(tmp_path: Path) -> None:
-    """Such as one that is kept as an average."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model, optimizer = wrap_adamw(model, config_for(tmp_path), lr=1e-2)
-    try:
-        with infinity.gathered(model):
-            average, whole = copy.deepcopy(model[1]), copy.deepcopy(model)
-        with pytest.raises(ReleasedParameterError, match="state_dict"):
-            copy.deepcopy(model[1])
-        wanted = model.state_dict()
-        assert torch.equal(average.weight, wanted["1.weight"])
-        assert torch.equal(average.bias, wanted["1.bias"])
-        assert torch.equal(whole(torch.ones(2, 8)), model(torch.ones(2, 8)))
-        assert all(torch.equal(v, wanted[n]) for n, v in whole.state_dict().items())
-    finally:
-        infinity.close(optimizer)
+# -- other wrappers -------------------------------------------------------------------------------
+
+
+def test_lazy_modules_are_refused_and_the_cure_works(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(WrapError, match=r"model\(batch\)"):
+        infinity.wrap(model, optimizer, config_for(tmp_path))
+    batch = torch.randn(2, 3)
+    with torch.no_grad():
+        model(batch)
+    model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path))  # type: ignore[assignment]
+    model(batch).sum().backward()
+    optimizer.step()
+    infinity.close(model)
+
+
+def test_the_optimizer_from_before_wrap_says_which_to_use(tmp_path: Path) -> None:
+    model, old = built(HeadModel)
+    model, optimizer = infinity.wrap(model, old, config_for(tmp_path))
+    model(tokens(0)).backward()
+    for other in (old, torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=1.0)):
+        with pytest.raises(WrapError, match=r"`offloaded\(Trainer\)` of infinity"):
+            other.step()
+    for call in (old.state_dict, lambda: old.load_state_dict(optimizer.state_dict())):
+        with pytest.raises(WrapError, match="the optimizer that `wrap` returned"):
+            call()
+    for set_to_none in (False, True):  # means the same
+        old.zero_grad(set_to_none)
+        for p in model.parameters():
+            assert (p.grad is None) == set_to_none
+            assert set_to_none or not infinity.gradient(p).any()
+    assert_close([*train(model, optimizer), *values(model)], [*train(*built(HeadModel)), *trained()])
+    infinity.close(model)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    address = f"file://{tmp_path / 'rendezvous'}"
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=address)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_wrappers_are_refused_on_either_side(process_group: None, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    config = config_for(tmp_path)
+    model, optimizer = built(HeadModel)
+    around: Any = DistributedDataParallel(model)
+    with pytest.raises(WrapError, match=r"model\.module; for several ranks .* Config\(zero_stage=0\)"):
+        infinity.wrap(around, optimizer, config)
+    model, optimizer = infinity.wrap(around.module, optimizer, config)  # the cure
+    with pytest.raises(WrapError, match="DistributedDataParallel does not support a wrapped model"):
+        DistributedDataParallel(model)
+    train(model, optimizer, 1)
+    infinity.close(model)
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    sharded, _ = built(HeadModel)
+    fully_shard(sharded, mesh=mesh)
+    with pytest.raises(WrapError, match="DTensor"):
+        infinity.wrap(sharded, torch.optim.AdamW(sharded.parameters()), config)
+    model, _ = wrapped(tmp_path)
+    with pytest.raises(ReleasedParameterError, match="is released") as caught:
+        fully_shard(model, mesh=mesh)
+    assert "to the model that `infinity.unwrap(model)` returns" in str(caught.value.cure)
+    infinity.close(model)
+    model, _ = wrapped(tmp_path)
+    assert isinstance(fully_shard(infinity.unwrap(model), mesh=mesh), FSDPModule)  # the cure
+    infinity.close(model)

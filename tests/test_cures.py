@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from infinity.core.errors import BudgetError, ConfigError, DirectoryError
 from infinity.core.sizes import MiB, parse_size
 from infinity.storage.memory import HostMapping
 
-from .command_line import mounted, need_root
+from .command_line import mounted
 from .offloaded import wrap_adamw
 from .planned import planned
-from .quick import covering
+
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 EXAMPLE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
 #: 0.5 M parameters: 2 MB as it is built, 9 MB on NVMe.
@@ -103,7 +104,6 @@ def check_cures(
 BUDGETS = {
     "too little host memory": ["--host-memory", "2MiB", "--device-memory", "16MiB", *CHUNKS],
     "too little device memory": ["--host-memory", "64MiB", "--device-memory", "128KiB", *CHUNKS],
-    "too little of both": ["--host-memory", "1MiB", "--device-memory", "128KiB", *CHUNKS],
     "chunks that are too large": [*ON_NVME, "--host-memory", "3MiB", "--device-memory", "16MiB"],
     "a second copy": [
         *("--update", "delayed", "--optimizer-state", "nvme", "--gradients", "nvme", *CHUNKS),
@@ -119,16 +119,9 @@ def test_budgets(case: str, capsys: pytest.CaptureFixture[str]) -> None:
         check_cures(capsys, [*SMALL, *SHORT, *BUDGETS[case], "--nvme", drive])
 
 
-def test_budgets_without_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    host = ["--host-memory", "2MiB", "--device-memory", "16MiB", *CHUNKS]
-    found = check_cures(capsys, [*SMALL, *SHORT, *host])
-    assert any("--nvme DIR" in words for words in found) or any("--host-memory" in words for words in found)
-
-
 @pytest.mark.root
-@pytest.mark.parametrize("kind", ["optimizer-state", "parameters", "gradients"])
-def test_nvme_without_a_directory(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, f"--{kind}", "nvme"])
+def test_nvme_without_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    found = check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, "--parameters", "nvme"])
     assert any("--nvme DIR" in words for words in found)
 
 
@@ -150,93 +143,16 @@ def test_a_drive_without_room_for_the_model_as_it_is_built(capsys: pytest.Captur
 
 
 @pytest.mark.root
-def test_a_drive_with_just_the_room_on_ext4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A file system that takes space for its own notes."""
-    need_root()
-    image, place = tmp_path / "image", tmp_path / "drive"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(64 * MiB)
-    subprocess.run(["mkfs.ext4", "-q", "-b", "4096", "-m0", str(image)], check=True, timeout=20)
-    subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=True, timeout=20)
-    try:
-        arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", str(place)]
-        _, result = command(capsys, "plan", *arguments)
-        [there] = result["standing"]
-        with (place / "mine").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, (there["free"] - there["needed"]) // 4096 * 4096)
-        assert command(capsys, "plan", *arguments)[0] == 0
-        train(*arguments)
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
-
-
-@pytest.mark.root
 def test_two_drives_of_unequal_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is checked; together they would have the room."""
+    """Each is checked; together they would have the room. Scratch goes where there is room."""
     with drives(3 * MiB, 64 * MiB) as both:
         named = [w for drive in both for w in ("--nvme", drive)]
         check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named])
-        budgets = ["--host-memory", "5MiB", "--device-memory", "2MiB"]
-        check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named, *budgets])
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("order", [1, -1])
-def test_scratch_goes_where_there_is_room(order: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The smaller drive has room for its arena and for nothing else, whether it comes first or last."""
-    with drives(64 * MiB, 64 * MiB) as both:
-        named = [w for drive in both for w in ("--nvme", drive)]
         _, result = command(capsys, "plan", *SMALL, *SHORT, *CHUNKS, *ON_NVME, *named)
-    sizes = [result["standing"][0]["arenas"], 64 * MiB][::order]
-    sizes[0 if order == 1 else 1] = result["standing"][0 if order == 1 else 1]["arenas"]
-    with drives(*sizes) as both:
-        named = [w for drive in both for w in ("--nvme", drive)]
-        arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named]
+    with drives(result["standing"][0]["arenas"], 64 * MiB) as both:
+        arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", both[0], "--nvme", both[1]]
         assert command(capsys, "plan", *arguments)[0] == 0
         train(*arguments)
-
-
-def test_no_room_where_a_model_is_built(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No directory is named: the model stands in the directory for temporary files."""
-    with drives(MiB) as [drive]:
-        monkeypatch.setenv("TMPDIR", drive)
-        monkeypatch.setattr("tempfile.tempdir", drive)
-        arguments = [*SMALL, *SHORT]
-        code, result = command(capsys, "plan", *arguments)
-        cure = result["problems"][0]["cure"]
-        monkeypatch.undo()
-    assert code == 1
-    [(words, room)] = alternatives(cure)
-    with drives(room) as [drive]:
-        train(*applied(arguments, words, drive))
-
-
-def test_a_directory_that_is_misspelt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    missing = str(tmp_path / "no such" / "run")
-    arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", missing]
-    code, result = command(capsys, "plan", *arguments)
-    assert (code, result["error"]["type"]) == (2, "DirectoryError")
-    subprocess.run(result["error"]["cure"], shell=True, check=True, timeout=20)
-    train(*arguments)
-
-
-def test_activations_and_device_are_one_sum(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["--device", "cpu", "--preset", "10m", "--batch", "131072", "--sequence", "1024"]
-    found = check_cures(capsys, large, trains=False)
-    assert any("--recompute" in words or "--batch" in words for words in found)
-
-
-def test_activations_beside_the_device_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    machine = tmp_path / "machine.yaml"
-    machine.write_text("{device: {memory: 64MiB}, host: {memory: 8GiB}}")
-    arguments = ["--preset", "10m", "--machine", str(machine), "--device-memory", "60MiB"]
-    code, result = command(capsys, "plan", *arguments)
-    assert code == 1
-    assert [p["tier"] for p in result["problems"]] == ["device"]
-    check_cures(capsys, arguments, trains=False)
 
 
 def test_a_70_b_model_is_not_sent_round_in_circles(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +178,6 @@ def settings(text: str, directory: str) -> dict[str, Any]:
 WRAPS: dict[str, dict[str, Any]] = {
     "too little host memory": {"host_memory": "1MiB", "device_memory": "8MiB"},
     "too little device memory": {"host_memory": "64MiB", "device_memory": "200KiB"},
-    "too little of both": {"host_memory": "1MiB", "device_memory": "200KiB"},
     "a second copy": {
         **{"host_memory": "2MiB", "device_memory": "8MiB", "update": "delayed"},
         **{"optimizer_state": "nvme", "gradients": "nvme"},
@@ -298,15 +213,12 @@ def check_wrap(config: infinity.Config, kind: type[ConfigError | DirectoryError]
     return [words for words, _ in found]
 
 
-@covering
 @pytest.mark.root
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("case", WRAPS)
-def test_wrap(case: str, named: bool, tmp_path: Path) -> None:
+def test_wrap(case: str, tmp_path: Path) -> None:
     given = {"device": "cpu", "chunk_elements": 65536, **WRAPS[case]}
-    if not named and "nvme" in given.values():
-        return  # without a directory there is no such configuration
-    check_wrap(infinity.Config(**given, nvme=tmp_path if named else None), BudgetError)
+    config = infinity.Config(**given, nvme=tmp_path if "nvme" in given.values() else None)
+    check_wrap(config, BudgetError)
 
 
 @pytest.mark.root
@@ -338,15 +250,6 @@ def test_freeing_what_a_full_drive_says_is_enough() -> None:
         train_once(infinity.Config(**places, **config, nvme=drive))
 
 
-def test_nvme_without_a_directory_in_config(tmp_path: Path) -> None:
-    places = dict.fromkeys(("parameters", "optimizer_state"), "nvme")
-    with pytest.raises(ConfigError) as caught:
-        infinity.Config(device="cpu", **places)  # type: ignore[arg-type]
-    for words, _ in alternatives(str(caught.value.cure)):
-        changed = settings(words.replace("/path/on/a/drive", str(tmp_path)), "")
-        train_once(infinity.Config(**{"device": "cpu", **places, **changed}))
-
-
 def test_memory_that_the_system_does_not_have() -> None:
     with pytest.raises(BudgetError) as caught:
         HostMapping(1 << 46)
@@ -364,3 +267,88 @@ def test_init_on_a_full_drive() -> None:
             with infinity.init(infinity.Config(nvme=directories)):
                 model = net()
             del model
+
+
+# -- in the words of who asks -----------------------------------------------------------------------
+
+
+def test_cures_are_in_the_words_of_who_asked(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        infinity.Config(optimizer_state="nvme")
+    assert raised.value.cure == 'nvme="/path/on/a/drive", or optimizer_state="host"'
+    small = ["--layers", "1", "--width", "64", "--heads", "2", "--device", "cpu"]
+    command = ["plan", *small, "--optimizer-state", "nvme"]
+    assert run([*command, "--json"]) == 1
+    cure = json.loads(capsys.readouterr().out)["problems"][0]["cure"]
+    assert "--nvme DIR" in cure
+    assert "nvme=" not in cure
+    assert run([*command, "--nvme", nvme]) == 0
+    assert run([*command, "--optimizer-state", "host"]) == 0
+    capsys.readouterr()
+    assert run([*command, "--nvme", f"{nvme}/missing"]) == 2
+    assert "nvme=" not in capsys.readouterr().err
+
+
+def test_an_address_is_no_path(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cure of file:// is the path in it; that of others, a path of this machine."""
+    before = sorted(os.listdir())
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = infinity.wrap(
+        model, torch.optim.AdamW(model.parameters()), infinity.Config(device="cpu")
+    )
+    path = os.path.join(nvme, "with a space")
+    os.mkdir(path)
+    calls: list[Callable[[str], object]] = [
+        lambda p: infinity.Config(nvme=p),
+        lambda p: infinity.save(optimizer, p),
+        lambda p: infinity.load(optimizer, p),
+        lambda p: infinity.Run(optimizer, p),
+        lambda p: infinity.export(model, os.path.join(p, "model")),
+        lambda p: trace(optimizer, os.path.join(p, "trace.json")),
+    ]
+    for call in calls:
+        for address in ("s3://bucket/x", "hdfs://host/x", "gs://x"):
+            with pytest.raises(
+                ConfigError, match=r"is an address, and the engine.*\n.*\n.*\n.*a path, such as"
+            ):
+                call(address)
+        with pytest.raises(ConfigError) as caught:
+            call(f"file://{path.replace(' ', '%20')}")
+        assert str(caught.value.cure).startswith(f"the path '{path}")
+        call(path)  # the cure
+    infinity.close(optimizer)
+    for option in ("--nvme", "--output"):
+        assert run(["plan", *SMALL, option, "s3://bucket/x"]) == 2
+        assert "is an address" in capsys.readouterr().err
+    assert run(["import-dcp", "s3://bucket/x", nvme]) == 2
+    assert "is an address" in capsys.readouterr().err
+    assert sorted(os.listdir()) == before
+
+
+def test_a_tilde_is_the_users_directory(
+    nvme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "home" / "x y"
+    config = infinity.Config(nvme="~/x y", device="cpu", optimizer_state="nvme")
+    assert config.directories == (str(there),)
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(DirectoryError) as caught, infinity.init(config):
+        pass
+    subprocess.run(str(caught.value.cure), shell=True, check=True, timeout=20)
+    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+    assert infinity.save(optimizer, "~/saved") == str(tmp_path / "home" / "saved" / "step-0")
+    infinity.load(optimizer, "~/saved")
+    infinity.export(model, "~/model")
+    trace(optimizer, "~/trace.json")
+    infinity.close(optimizer)
+    assert sorted(p.name for p in (tmp_path / "home").iterdir()) == ["model", "saved", "trace.json", "x y"]
+    run(["doctor", "--json", "~/x y"])
+    assert f"{there}: free" in capsys.readouterr().out
+    assert not (tmp_path / "~").exists()
+
+
+def trace(optimizer: torch.optim.Optimizer, path: str) -> None:
+    with infinity.trace(optimizer, path):
+        pass

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterChangedError
 
 from .offloaded import config_for, wrap_adamw
-from .quick import covering, quick
 from .ranks import all_well, run_ranks
 
 WIDTH = 24
-STATE = ("host", "nvme", "device")
 
 
 class Net(nn.Module):
@@ -70,15 +67,15 @@ def exchanged(param: Any) -> None:
     param.data.copy_(param.data.flip(0))
 
 
-EDITS = (by_data, by_numpy, one_element, exchanged)
-
-
-@covering
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("update", ["sync", "overlap", "delayed"])
-@pytest.mark.parametrize("state", STATE)
-@pytest.mark.parametrize("when", ["before a forward", "before step"])
+@pytest.mark.parametrize(
+    ("when", "state", "update", "dtype", "edit"),
+    [
+        ("before a forward", "host", "sync", "fp32", by_data),
+        ("before step", "nvme", "overlap", "bf16", by_numpy),
+        ("before a forward", "device", "delayed", "bf16", one_element),
+        ("before step", "host", "delayed", "fp32", exchanged),
+    ],
+)
 def test_an_edit_is_kept_as_a_counted_one_is(
     when: str, state: str, update: str, dtype: str, edit: Any, tmp_path: Path
 ) -> None:
@@ -107,13 +104,12 @@ def test_an_edit_is_kept_as_a_counted_one_is(
     model.state_dict()
 
 
-@pytest.mark.parametrize("edit", quick(EDITS, [by_data]))
-def test_an_edit_of_values_that_are_about_to_be_replaced_is_told(edit: Any, tmp_path: Path) -> None:
+def test_an_edit_of_values_that_are_about_to_be_replaced_is_told(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, update="delayed", delay_warmup_steps=1, dtype="bf16")
     for _ in range(3):
         step(model, optimizer)
     with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited") as error:
-        step(model, optimizer, lambda: edit(model.head.bias))
+        step(model, optimizer, lambda: by_data(model.head.bias))
     assert "flush" in str(error.value.cure)
     infinity.flush(optimizer)
     model.head.bias.data.fill_(3)  # there is one version now
@@ -142,24 +138,12 @@ def test_it_is_in_what_is_saved_and_given_out(tmp_path: Path) -> None:
     infinity.close(other)
 
 
-def test_an_alias_that_is_kept_is_edited_whenever(tmp_path: Path) -> None:
+def test_other_data_are_told(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, dtype="bf16")
-    alias = model.head.bias.data
-    for number in range(4):
-        alias.fill_(number)
-        step(model, optimizer)
-        alias.add_(8)  # the update that is under way has made it
-        with torch.no_grad():
-            assert float((alias.float() - number - 8).abs().max()) < 0.1
-    optimizer.step()
     step(model, optimizer)
-    assert float((model.head.bias.detach() - 11).abs().max()) < 0.2
-    infinity.close(model)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_other_data_are_told(dtype: str, tmp_path: Path) -> None:
-    model, optimizer = wrapped(tmp_path, dtype=dtype)
+    data = model.head.bias.data
+    model.head.bias.data = torch.zeros_like(data)
+    model.head.bias.data = data  # what is swapped back was no edit
     step(model, optimizer)
 
     def swap() -> None:
@@ -180,25 +164,6 @@ def test_other_data_are_told(dtype: str, tmp_path: Path) -> None:
     infinity.close(model)
 
 
-def test_what_is_swapped_back_was_no_edit(tmp_path: Path) -> None:
-    model, optimizer = wrapped(tmp_path, dtype="bf16")
-    step(model, optimizer)
-    data = model.head.bias.data
-    model.head.bias.data = torch.zeros_like(data)
-    model.head.bias.data = data
-    step(model, optimizer)
-    infinity.close(model)
-
-
-def test_nothing_is_looked_at_where_the_copy_is_the_master(tmp_path: Path) -> None:
-    model, optimizer = wrapped(tmp_path, dtype="fp32", optimizer_state="device")
-    step(model, optimizer)
-    assert not any(unit._watched for unit in engine_of(model).units)
-    model.head.bias.data.fill_(math.pi)
-    assert torch.equal(optimizer.state_dict() and model.head.bias, torch.full((5,), math.pi))
-    infinity.close(model)
-
-
 RANKS = """
 import sys
 from pathlib import Path
@@ -207,9 +172,7 @@ import infinity
 from infinity.core.errors import ParameterChangedError
 from tests.test_data_edits import step, wrapped
 torch.set_num_threads(1)
-stage = int(sys.argv[2])
-given = {} if stage == 2 else {"gradients": None}
-model, optimizer = wrapped(Path(sys.argv[1]), dtype="bf16", zero_stage=stage, threads=1, **given)
+model, optimizer = wrapped(Path(sys.argv[1]), dtype="bf16", zero_stage=1, threads=1, gradients=None)
 step(model, optimizer)
 try:
     step(model, optimizer, lambda: model.head.bias.data.fill_(3))
@@ -219,9 +182,8 @@ except ParameterChangedError as error:
 """
 
 
-@pytest.mark.parametrize("stage", quick([0, 1, 2], [1]))
-def test_with_several_ranks_too(stage: int, tmp_path: Path) -> None:
-    results = run_ranks(2, RANKS, str(tmp_path), str(stage), seconds=60)
+def test_with_several_ranks_too(tmp_path: Path) -> None:
+    results = run_ranks(2, RANKS, str(tmp_path), seconds=200)
     assert all_well(results) == ["True\n"] * 2
 
 
@@ -229,8 +191,10 @@ def swapped(model: nn.Module) -> None:
     model.head.bias.data = torch.ones(5)
 
 
-@pytest.mark.parametrize("edit", [swapped, lambda m: m.double().float(), lambda m: m.half()])
-@pytest.mark.parametrize("then", ["train", "unwrap"])
+@pytest.mark.parametrize(
+    ("edit", "then"),
+    [(swapped, "train"), (lambda m: m.double().float(), "unwrap"), (lambda m: m.half(), "train")],
+)
 def test_an_empty_block_keeps_what_a_model_was_given_outside(
     edit: Callable[[nn.Module], object], then: str, tmp_path: Path
 ) -> None:

@@ -1,15 +1,13 @@
 """Ways in to a unit's memory that are not a forward and the backward of its output: each gives torch's
-result, at the least budget that is accepted and at a large one, in every placement and update mode.
+result, at the least budget that is accepted and with parameters on the device.
 
 A *door* is a program over a model and an optimizer that returns tensors; it is written once and run by
-plain torch and by the engine. tests/doors.md lists them all.
+plain torch and by the engine. Each was once silently wrong, a crash or a hang.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import itertools
 import re
 import warnings
@@ -27,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.core.errors import BudgetError
 
-from .offloaded import config_for
-from .quick import covering, quick
+from .offloaded import RESIDENT, config_for, wrap_adamw
 
 WIDTH, LAYERS = 64, 5
 Tensors = list[torch.Tensor]
@@ -153,14 +150,6 @@ def side_channel_losses_of_all_blocks(model: Any, optimizer: Any, api: Api) -> T
 
 
 @door(_box(_append))
-def a_backward_from_the_first_side_channel_alone(model: Any, optimizer: Any, api: Api) -> Tensors:
-    model(batch())
-    model.box[0].backward()
-    optimizer.step()
-    return finish(model, optimizer, api)
-
-
-@door(_box(_append))
 def side_channels_one_after_the_other(model: Any, optimizer: Any, api: Api) -> Tensors:
     model(batch())
     for aux in model.box:
@@ -169,31 +158,18 @@ def side_channels_one_after_the_other(model: Any, optimizer: Any, api: Api) -> T
     return finish(model, optimizer, api)
 
 
-def _recomputed_box(form: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        box: list[torch.Tensor] = []
-        model = Net(lambda y, a: _append(box, y, a), form=form)
-        model.box = box  # type: ignore[assignment]
-        return model
-
-    return make
+def _recomputed() -> nn.Module:
+    box: list[torch.Tensor] = []
+    model = Net(lambda y, a: _append(box, y, a), form="non-reentrant")
+    model.box = box  # type: ignore[assignment]
+    return model
 
 
-@door(_recomputed_box("non-reentrant"))
+@door(_recomputed)
 def a_side_channel_behind_recomputation(model: Any, optimizer: Any, api: Api) -> Tensors:
     loss = model(batch().requires_grad_()).square().mean()
     model.box[1].backward(retain_graph=True)
     (loss + model.box[3]).backward()
-    optimizer.step()
-    return finish(model, optimizer, api)
-
-
-@door(_recomputed_box("reentrant"))
-def a_side_channel_behind_reentrant_recomputation(model: Any, optimizer: Any, api: Api) -> Tensors:
-    model(batch().requires_grad_())
-    model.box[1].backward()
-    model(batch(1).requires_grad_())
-    model.box[-1].backward()
     optimizer.step()
     return finish(model, optimizer, api)
 
@@ -209,22 +185,8 @@ def _closure(y: torch.Tensor, aux: torch.Tensor) -> Callable[[], tuple[torch.Ten
     return lambda: (y, aux)
 
 
-ODD: dict[str, tuple[Any, Any]] = {
-    "slotted": (lambda y, a: Slotted(y, a), lambda r: (r.y, r.aux)),
-    "deque": (lambda y, a: collections.deque([y, a]), tuple),
-    "frozenset": (
-        lambda y, a: frozenset([y, a]),
-        lambda r: tuple(sorted(r, key=lambda t: -t.dim())),
-    ),
-    "iterator": (lambda y, a: iter([y, a]), tuple),
-    "values": (lambda y, a: {"y": y, "aux": a}.values(), tuple),
-    "closure": (_closure, lambda r: r()),
-}
-
-
-def _odd(kind: str) -> Callable[[], nn.Module]:
+def _odd(out: Callable[[torch.Tensor, torch.Tensor], Any], take: Callable[[Any], Any]) -> Any:
     def make() -> nn.Module:
-        out, take = ODD[kind]
         box: list[torch.Tensor] = []
 
         def keep(result: Any) -> torch.Tensor:
@@ -236,40 +198,22 @@ def _odd(kind: str) -> Callable[[], nn.Module]:
         model.box = box  # type: ignore[assignment]
         return model
 
-    return make
+    return make, side_channel_losses_of_all_blocks
 
 
-def _odd_outputs(model: Any, optimizer: Any, api: Api) -> Tensors:
-    for step in range(2):
-        model.box.clear()
-        loss = model(batch(step)).square().mean()
-        (loss + sum(model.box)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return finish(model, optimizer, api)
-
-
-for _kind in ODD:
-    DOORS[f"odd_output_{_kind}"] = (_odd(_kind), _odd_outputs)
+DOORS["outputs_in_a_slotted_dataclass"] = _odd(Slotted, lambda r: (r.y, r.aux))
+DOORS["outputs_in_a_closure"] = _odd(_closure, lambda r: r())
+DOORS["outputs_in_an_iterator"] = _odd(lambda y, aux: iter([y, aux]), tuple)
 
 
 @door()
 def a_gradient_penalty(model: Any, optimizer: Any, api: Api) -> Tensors:
-    x = batch().requires_grad_()
-    out = model(x).square().mean()
-    (grad,) = torch.autograd.grad(out, x, create_graph=True)
-    (out + grad.square().sum()).backward()
-    optimizer.step()
-    return [grad.detach(), *finish(model, optimizer, api)]
-
-
-@door()
-def grad_of_grad_of_grad(model: Any, optimizer: Any, api: Api) -> Tensors:
+    """Of the third order."""
     x = batch().requires_grad_()
     out = model(x).square().mean()
     (one,) = torch.autograd.grad(out, x, create_graph=True)
     (two,) = torch.autograd.grad(one.square().sum(), x, create_graph=True)
-    two.square().sum().backward()
+    (out + two.square().sum()).backward()
     optimizer.step()
     return [one.detach(), two.detach(), *finish(model, optimizer, api)]
 
@@ -303,25 +247,6 @@ def a_double_backward_of_one_graph(model: Any, optimizer: Any, api: Api) -> Tens
     loss.backward()
     optimizer.step()
     return finish(model, optimizer, api)
-
-
-@door()
-def two_graphs_backward_in_the_order_of_the_forwards(model: Any, optimizer: Any, api: Api) -> Tensors:
-    losses = [model(batch(k)).square().mean() for k in range(2)]
-    for loss in losses:
-        loss.backward()
-    optimizer.step()
-    return finish(model, optimizer, api)
-
-
-@door()
-def a_part_of_the_graph(model: Any, optimizer: Any, api: Api) -> Tensors:
-    x = model.blocks[0](batch())
-    y = model.blocks[1](x)
-    loss = y.square().mean()
-    model(batch(5)).sum()  # never used
-    (g,) = torch.autograd.grad(loss, x)
-    return [g, *finish(model, optimizer, api)]
 
 
 # -- a graph that is made inside `gathered` ------------------------------------------------------
@@ -378,53 +303,6 @@ def _inside(call: Any, x: torch.Tensor, pack: Any) -> torch.Tensor:
         return call(x)  # type: ignore[no-any-return]
 
 
-def _functional_block(y: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-    slope = torch.func.grad(lambda t: (t.sin() * t).sum())(y.detach())
-    return y + slope
-
-
-@door(lambda: Net(_functional_block))
-def torch_func_inside_a_block(model: Any, optimizer: Any, api: Api) -> Tensors:
-    model(batch()).square().mean().backward()
-    optimizer.step()
-    return finish(model, optimizer, api)
-
-
-class FunctionalWeight(nn.Module):
-    """A block that takes the gradient with respect to its input through its own weight, by torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        slope = torch.func.grad(lambda t: torch.tanh(self.lin(t)).sum())(x)
-        return x + slope  # type: ignore[no-any-return]
-
-
-class FunctionalNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(FunctionalWeight() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@door(FunctionalNet)
-def torch_func_over_weights(model: Any, optimizer: Any, api: Api) -> Tensors:
-    for step in range(2):
-        loss = model(batch(step)).square().mean()
-        model(batch(7))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return finish(model, optimizer, api)
-
-
 # -- an alias that outlives its unit -------------------------------------------------------------
 
 
@@ -459,57 +337,6 @@ def data_numpy_and_views(model: Any, optimizer: Any, api: Api) -> Tensors:
     return [*found, *finish(model, optimizer, api)]
 
 
-@door()
-def the_state_dict_of_a_layer(model: Any, optimizer: Any, api: Api) -> Tensors:
-    with api.gathered(model.blocks[0]):
-        state = model.blocks[0].state_dict()
-    model(batch())
-    return [*(v.clone() for v in state.values()), *finish(model, optimizer, api)]
-
-
-class Viewing(nn.Module):
-    """A layer that returns a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
-
-    def forward(self) -> torch.Tensor:
-        return self.weight.t()[:, :]
-
-
-class ViewingNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Viewing() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(F.linear(x, layer()))
-        return x
-
-
-@door(ViewingNet)
-def a_module_that_returns_a_view_of_its_weight(model: Any, optimizer: Any, api: Api) -> Tensors:
-    for step in range(2):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return finish(model, optimizer, api)
-
-
-@door()
-def an_alias_across_loading(model: Any, optimizer: Any, api: Api) -> Tensors:
-    with api.gathered(model):
-        alias = model.blocks[0].up.weight.detach()
-        state = {k: v.detach().clone() * 2 for k, v in model.state_dict().items()}
-    model(batch())
-    model.load_state_dict(state)
-    return [alias.clone(), *finish(model, optimizer, api), alias]
-
-
 # -- edits ---------------------------------------------------------------------------------------
 
 
@@ -529,16 +356,6 @@ def edits_that_torch_does_not_count(model: Any, optimizer: Any, api: Api) -> Ten
         found.append(model(batch(8)).detach())
         found += [v.clone() for v in model.state_dict().values()]
     return [*found, *finish(model, optimizer, api)]
-
-
-@door()
-def a_vector_to_parameters(model: Any, optimizer: Any, api: Api) -> Tensors:
-    params = list(model.parameters())
-    with api.gathered(params):
-        vector = nn.utils.parameters_to_vector(params).detach().clone()
-    with api.gathered(params, write=True):
-        nn.utils.vector_to_parameters(vector * 0.5, params)
-    return [model(batch()).detach(), *finish(model, optimizer, api)]
 
 
 @door()
@@ -636,18 +453,6 @@ def one_operator_over_two_units(model: Any, optimizer: Any, api: Api) -> Tensors
 # -- running them --------------------------------------------------------------------------------
 
 
-MODES = ["sync", "overlap", "delayed"]
-
-
-@functools.cache
-def by_torch(name: str) -> Tensors:
-    """What torch comes to. Many tests have it: only for looking at."""
-    make, program = DOORS[name]
-    model = make()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
-    return [t.detach().clone() for t in program(model, adam, Api())]
-
-
 def least(make: Callable[[], nn.Module], config: infinity.Config, setting: str) -> int:
     """The least value of a budget that is accepted, as the refusal says it."""
     model = make()
@@ -658,30 +463,25 @@ def least(make: Callable[[], nn.Module], config: infinity.Config, setting: str) 
     raise AssertionError("4 KiB were accepted")
 
 
-def by_engine(name: str, folder: Path, budget: str, where: str, mode: str, **settings: Any) -> Tensors:
+def check(name: str, folder: Path, budget: str, **settings: Any) -> None:
+    """Have torch and the engine run a door, and compare what they come to."""
     make, program = DOORS[name]
-    config = config_for(
-        folder,
-        **{
-            "device_memory": "64MiB",
-            **dict.fromkeys(("parameters", "optimizer_state", "gradients"), where),
-            "update": mode,
-            **settings,
-        },
-    )
+    options: dict[str, Any] = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+    model = make()
+    wanted = program(model, torch.optim.AdamW(model.parameters(), **options), Api())
+    wanted = [t.detach().clone() for t in wanted]
+    config = config_for(folder, **{"device_memory": "64MiB", **settings})
     if budget == "least":
         config = config.replace(device_memory=least(make, config, "device_memory"))
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*something outside of the engine refers.*", RuntimeWarning)
         warnings.filterwarnings("ignore", ".*the model uses more units at once.*", RuntimeWarning)
-        model, optimizer = infinity.wrap(model, optimizer, config)  # type: ignore[assignment]
+        model, optimizer = wrap_adamw(make(), config, **options)
         try:
             found = [t.detach().clone() for t in program(model, optimizer, Offloaded())]
         finally:
             infinity.close(model)
-    return found
+    assert_close(found, wanted)
 
 
 def assert_close(found: Tensors, wanted: Tensors) -> None:
@@ -698,29 +498,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@covering
-@pytest.mark.parametrize(
-    ("budget", "where"),
-    quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),
-)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", DOORS)
-def test_door(name: str, mode: str, budget: str, where: str, tmp_path: Path) -> None:
-    assert_close(by_engine(name, tmp_path, budget, where, mode), by_torch(name))
+MODES = itertools.product(["nvme", "host"], ["overlap", "delayed", "sync"])
+EACH = [(name, *mode) for name, mode in zip(DOORS, itertools.cycle(MODES))]
 
 
-@pytest.mark.first
-@covering
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", DOORS)
-def test_door_with_parameters_on_the_device(name: str, mode: str, tmp_path: Path) -> None:
-    found = by_engine(name, tmp_path, "large", "host", mode, parameters="device")
-    assert_close(found, by_torch(name))
+@pytest.mark.parametrize(("name", "place", "mode"), EACH)
+def test_door(name: str, place: str, mode: str, tmp_path: Path) -> None:
+    places = dict.fromkeys(("parameters", "optimizer_state", "gradients"), place)
+    check(name, tmp_path, "least", update=mode, **places)
 
 
-def test_the_table_names_tests_that_are_there() -> None:
-    here, file = Path(__file__).parent, ""
-    for row in (here / "doors.md").read_text().splitlines():
-        for name, test in re.findall(r"`(test_\w+\.py)?::(\w+)", row):
-            file = name or file
-            assert re.search(rf"^(def|class) {test}\b", (here / file).read_text(), re.M), (file, test)
+@pytest.mark.integration
+@pytest.mark.parametrize(("name", "place", "mode"), EACH)
+def test_door_with_parameters_on_the_device(name: str, place: str, mode: str, tmp_path: Path) -> None:
+    check(name, tmp_path, "large", update=mode, **{**RESIDENT, "optimizer_state": place})

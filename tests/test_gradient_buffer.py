@@ -1,5 +1,5 @@
-"""Gradients in flat buffers: what crosses and how often, what arrives beside what is there, with the least
-leases, and how much of the device they take."""
+"""Gradients in flat buffers: what arrives beside what is there, with the least leases, and how much of the
+device they take."""
 
 from __future__ import annotations
 
@@ -19,45 +19,28 @@ from infinity.api import engine as engine_module
 from infinity.api.engine import engine_of
 from infinity.core.errors import CorruptionError
 from infinity.core.sizes import Tier
-from infinity.grads.buffer import Arrival, UnitBuffer
+from infinity.grads.buffer import UnitBuffer
 from infinity.grads.gradient_chunks import ChunkGradients
 from infinity.hardware import cpu_adam
-from infinity.hardware.device import Event, HostDevice
+from infinity.hardware.device import HostDevice
 from infinity.planning.footprint import LEAST_BUFFERS
-from infinity.planning.partition import ParamSpec, UnitLayout, partition
 
 from .offloaded import config_for
 
 SIZES = {"large": (300, 300), "odd": (7, 33), "bias": (301,), "small": (5,)}
-PLACES = ["device", "host", "nvme"]
-places = pytest.mark.parametrize("place", PLACES)
-dtypes = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 
-class Watched(HostDevice):
-    """A device with memory of its own, as far as a CPU can be one. Notes chunk and bytes of each copy."""
+class Staged(HostDevice):
+    """A device with memory of its own, as far as a CPU can be one."""
 
     staged = True
-    copies: list[tuple[int, int]]
-
-    def d2h(self, target: torch.Tensor, source: torch.Tensor, *after: Event | None, **options: Any) -> Event:
-        self.copies.append((options["chunk"], source.nbytes))
-        return super().d2h(target, source, *after, **options)
 
 
-@pytest.fixture(params=[False, True], ids=["host's", "its own"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The engine's device, as the only element once it is open: the CPU, or one with memory of its own."""
-    made: list[Any] = []
-
-    def open_device(name: str | None, recorder: Any) -> HostDevice:
-        kind = Watched if request.param else HostDevice
-        made[:] = [kind(torch.device("cpu"), recorder)]
-        made[0].copies = []
-        return made[0]
-
-    monkeypatch.setattr(engine_module, "open_device", open_device)
-    return made
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        engine_module, "open_device", lambda name, recorder: Staged(torch.device("cpu"), recorder)
+    )
 
 
 class Parts(nn.Module):
@@ -112,113 +95,20 @@ def draw(model: nn.Module, seed: int, share: float = 1.0) -> dict[str, torch.Ten
     }
 
 
-# -- what crosses -------------------------------------------------------------------------------------------
-
-
-@places
-@dtypes
-def test_a_chunk_crosses_in_one_copy(place: str, dtype: str, tmp_path: Path, device: list[Any]) -> None:
-    """Whatever the number of its parameters, new, replaced, added or some of them absent; in the compute
-    dtype; and nobody copies where device memory is host memory, or where the gradient stays on the device."""
-    model, optimizer = wrapped(tmp_path, place, dtype)
-    layouts = [u.layout for u in engine_of(model).units]
-    for number, share in enumerate((1.0, 1.0, 0.5, 1.0)):  # new; added; some; what is there is replaced
-        weights = draw(model, number, share)
-        if number == 3:
-            optimizer.zero_grad()
-        device[0].copies.clear()
-        model(weights).backward()
-        engine_of(model).gradients.wait()
-        names = {
-            (s.unit, s.index)
-            for n, p in model.named_parameters()
-            if n in weights
-            for s in [sharded(p, model)]
-        }
-        wanted = [
-            (c.id, c.copy_nbytes)
-            for layout in layouts
-            for c in layout.trainable_chunks
-            if any((layout.index, s.param) in names for s in c.segments)
-        ]
-        crossing = device[0].staged and place != "device"
-        assert sorted(device[0].copies) == (wanted if crossing else [])
-    infinity.close(optimizer)
-
-
-def sharded(param: nn.Parameter, model: nn.Module) -> Any:
-    return engine_of(model).params[param]
-
-
-def test_all_copies_of_a_unit_are_issued_before_one_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    class Copy:
-        def __init__(self, event: Event) -> None:
-            self.event = event
-
-        def done(self) -> bool:
-            return self.event.done()
-
-        def wait(self) -> None:
-            calls.append("wait")
-            self.event.wait()
-
-    class Device(HostDevice):
-        staged = True
-
-        def d2h(self, *args: Any, **options: Any) -> Event:
-            calls.append("copy")
-            return Copy(super().d2h(*args, **options))
-
-        def wait_on_device(self, event: Event | None) -> None:
-            return  # as on a device: its stream waits, the host does not
-
-    monkeypatch.setattr(
-        engine_module, "open_device", lambda name, recorder: Device(torch.device("cpu"), recorder)
-    )
-    model, optimizer = wrapped(tmp_path, "host", layers=1)
-    (unit,) = engine_of(model).units
-    model(draw(model, 0)).backward()
-    engine_of(model).gradients.wait()
-    chunks = len(unit.layout.trainable_chunks)
-    assert chunks > 1
-    assert calls[:chunks] == ["copy"] * chunks
-    assert set(calls[chunks:]) == {"wait"}
-    infinity.close(optimizer)
-
-
-def test_zeros_do_not_cross(tmp_path: Path, device: list[Any]) -> None:
-    """Beside zeros they are a note, beside values they are written where these are."""
-    model, optimizer = wrapped(tmp_path, "host")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    device[0].copies.clear()
-    engine_of(model).gradients.wait()
-    assert device[0].copies == []
-    model(draw(model, 1)).backward()
-    engine_of(model).gradients.wait()
-    device[0].copies.clear()
-    model.layers[0].large.grad.zero_()
-    engine_of(model).gradients.wait()
-    assert device[0].copies == []
-    assert not infinity.gradient(model.layers[0].large).any()
-    assert infinity.gradient(model.layers[0].odd).any()
-    infinity.close(optimizer)
-
-
 # -- what arrives -------------------------------------------------------------------------------------------
 
 
-@places
-@dtypes
-@pytest.mark.parametrize("leases", ["most", "least"])
+@pytest.mark.parametrize(
+    ("place", "dtype", "leases"),
+    [
+        ("nvme", "bf16", "least"),
+        ("nvme", "fp32", "most"),
+        ("host", "bf16", "most"),
+        ("device", "fp32", "least"),
+    ],
+)
 def test_whatever_arrives_is_what_a_plain_model_has(
-    place: str, dtype: str, leases: str, tmp_path: Path, device: list[Any]
+    place: str, dtype: str, leases: str, tmp_path: Path
 ) -> None:
     """After backwards of some, zeros, values put there or added, factors, gradients dropped; squares, too."""
     least = {"host_memory": needed(tmp_path, place, dtype)} if leases == "least" else {}
@@ -273,31 +163,6 @@ def test_whatever_arrives_is_what_a_plain_model_has(
     infinity.close(optimizer)
 
 
-@dtypes
-def test_what_did_not_arrive_is_zero_in_the_buffer(dtype: str) -> None:
-    """Padding too, in memory that was another's."""
-    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
-    params = [ParamSpec(n, s, dtype, n != "odd", 0) for n, s in SIZES.items()]
-    layout: UnitLayout = partition([("unit", params)], 65536)[0]
-    device = Watched(torch.device("cpu"))
-    for put in ((), (0,), (2, 3), (0, 2, 3)):
-        buffer = UnitBuffer(layout, device)
-        buffer.put(0, torch.ones(SIZES["large"], dtype=kind))
-        for run in buffer._runs.values():
-            run.view(torch.uint8).fill_(255)
-        for index in put:
-            buffer.put(index, torch.full(params[index].shape, index + 1.0, dtype=kind))
-            buffer.arrivals[index] = Arrival(True)
-        buffer.seal()
-        for chunk in layout.trainable_chunks:
-            wanted = torch.zeros(chunk.numel, dtype=kind)
-            for s in chunk.segments:
-                if s.param in put:
-                    wanted[s.start : s.start + s.numel] = s.param + 1.0
-            assert torch.equal(buffer.chunk(chunk), wanted)
-    device.close()
-
-
 # -- memory, leases, errors ---------------------------------------------------------------------------------
 
 
@@ -317,9 +182,9 @@ class Nested(nn.Module):
         return (x * self.last).square().mean()
 
 
-@places
+@pytest.mark.parametrize("place", ["nvme", "device"])
 def test_buffers_take_what_was_planned_and_no_more(
-    place: str, tmp_path: Path, device: list[Any], monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model: Any = Nested()
@@ -354,7 +219,7 @@ def test_buffers_take_what_was_planned_and_no_more(
     infinity.close(optimizer)
 
 
-def test_leases_come_home(tmp_path: Path, device: list[Any]) -> None:
+def test_leases_come_home(tmp_path: Path) -> None:
     """All of them, also when a transfer fails; and a chunk takes both that it needs or none."""
     model, optimizer = wrapped(tmp_path, "nvme", host_memory=needed(tmp_path, "nvme"))
     engine = engine_of(model)

@@ -20,18 +20,14 @@ from infinity.api import hugging_face
 from infinity.api.engine import engine_of
 from infinity.core.errors import (
     BudgetError,
-    ClosedError,
     CorruptionError,
     DataError,
-    ParameterChangedError,
     ParameterError,
     WrapError,
 )
 
 from . import models
 from .offloaded import config_for
-from .quick import covering
-from .test_ecosystem import need
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,8 +48,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def class_of(kind: str) -> Any:
-    auto = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
-    return auto
+    return transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -129,23 +124,28 @@ def units_of(model: Any) -> list[int]:
 # -- the same numbers -------------------------------------------------------------------------
 
 
-@covering
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", ["nvme", "host"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "place", "dtype"),
+    [
+        *(("gpt2", "host", "fp32"), ("llama", "nvme", "bf16"), ("qwen3", "host", "bf16")),
+        *(("mixtral", "nvme", "fp32"), ("t5", "nvme", "bf16")),
+    ],
+)
 def test_tokens_and_logits_are_those_of_transformers(
     kind: str, place: str, dtype: str, directory: Any, standing: Any, tmp_path: Path
 ) -> None:
     path = directory(kind, dtype)
     wanted = plain(path, kind, dtype)
-    with pytest.raises(BudgetError):
-        infinity.inference(path, config_of(tmp_path, parameters=place, dtype=dtype, device_memory=4096))
     probe = infinity.inference(path, config_of(tmp_path, parameters=place, dtype=dtype))
     two_units = 2 * max(units_of(probe))
     infinity.close(probe)
-    model = standing(
-        path, config_of(tmp_path, parameters=place, dtype=dtype, device_memory=two_units, host_memory="8MiB")
-    )
+    told: list[tuple[int, int]] = []
+    budgets = {"device_memory": two_units, "host_memory": "8MiB"}
+    config = config_of(tmp_path, parameters=place, dtype=dtype, **budgets)
+    model = standing(path, config, progress=lambda *done: told.append(done))
+    if place == "host":  # on NVMe they are used where they are
+        assert told == sorted(told)
+        assert told[-1][0] == told[-1][1] > 0
     cache = engine_of(model).residency.cache
     assert sum(units_of(model)) > two_units
     for _ in range(2):
@@ -164,8 +164,7 @@ def test_parameters_on_every_tier(directory: Any, standing: Any, tmp_path: Path)
     model = standing(path, config_of(tmp_path, dtype="bf16", parameters=place))
     assert len({plan.copy_tier for plan in engine_of(model).tiers.plans}) == 3
     wanted = plain(path, "llama", "bf16")
-    for _ in range(2):
-        assert torch.equal(generated(model), generated(wanted))
+    assert torch.equal(generated(model), generated(wanted))
     state = model.state_dict()
     assert all(torch.equal(state[n], p) for n, p in wanted.state_dict().items())
 
@@ -191,37 +190,10 @@ def test_a_model_that_was_built(standing: Any, tmp_path: Path) -> None:
     for _ in range(3):
         assert torch.equal(model(**batch), wanted)
     infinity.unwrap(model)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
     assert all(p.requires_grad for p in model.parameters())
     assert torch.equal(model(**batch), wanted)
     model.train()
-
-
-def test_a_model_that_edits_itself_says_what_helps(standing: Any, tmp_path: Path) -> None:
-    """RWKV divides its layers' weights in its first forward in eval mode."""
-    transformers = need("transformers")
-
-    def made() -> Any:
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "context_length": 32, "hidden_size": 32, "num_hidden_layers": 3}
-        return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, rescale_every=1)).eval()
-
-    tokens = torch.arange(8)[None]
-    with torch.no_grad():
-        wanted = made()(tokens).logits
-        model = standing(made(), config_of(tmp_path, parameters="host"))
-        with pytest.raises(ParameterChangedError, match="edited in place") as told:
-            model(tokens)
-        assert "gathered(" not in told.value.cure
-        assert "before `infinity.inference(model, config)`" in told.value.cure
-        assert 'parameters="device"' in told.value.cure
-        infinity.close(model)
-        plain = made()
-        plain(tokens)
-        for model, place in ((plain, "host"), (made(), "device")):
-            there = standing(model, config_of(tmp_path, parameters=place))
-            for _ in range(2):
-                assert torch.equal(there(tokens).logits, wanted)
-            infinity.close(there)
 
 
 def test_a_refusal_leaves_the_model_as_it_was(tmp_path: Path) -> None:
@@ -273,22 +245,6 @@ def test_a_forward_outside_of_no_grad_keeps_no_graph(standing: Any, tmp_path: Pa
         assert not model(given).requires_grad
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_transforms_of_functions(place: str, tmp_path: Path) -> None:
-    """`vmap` is a forward; what takes gradients is refused."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).eval()
-    wanted = model(torch.ones(3, 4)).detach()
-    model = infinity.inference(model, config_for(tmp_path, parameters=place))
-    torch.testing.assert_close(torch.func.vmap(model)(torch.ones(3, 4)), wanted)
-    for call in (
-        lambda: torch.func.jacrev(model)(torch.ones(4)),
-        lambda: torch.func.jvp(model, (torch.ones(4),), (torch.ones(4),)),
-    ):
-        with pytest.raises(ParameterError, match="for inference"):
-            call()
-    infinity.close(model)
-
-
 def test_nothing_is_written_once_it_stands(directory: Any, standing: Any, tmp_path: Path) -> None:
     def written() -> list[int]:
         store = engine_of(model).store
@@ -305,33 +261,6 @@ def test_nothing_is_written_once_it_stands(directory: Any, standing: Any, tmp_pa
     model.state_dict()
     assert written() == before
     assert rings()[0].bytes_read > read
-
-
-def test_figures_are_those_of_a_forward(directory: Any, standing: Any, tmp_path: Path) -> None:
-    model = standing(directory("gpt2"), config_of(tmp_path, device_memory="500KiB"))
-    generated(model, tokens=3)
-    figures = infinity.metrics(model)
-    assert figures["io/read(GB/s)"] > 0
-    assert figures["io/write(GB/s)"] == figures["nvme/written(GiB)"] - figures["nvme/written(GiB)"]
-    assert figures["time_metrics/end_to_end(s)"] > 0
-    with infinity.trace(model, tmp_path / "trace.json"):
-        generated(model, tokens=3)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert len([e for e in events if e.get("cat") == "step"]) == 3
-    assert any(e.get("cat") == "read" for e in events)
-
-
-def test_closed_or_plain_again(directory: Any, tmp_path: Path) -> None:
-    model = infinity.inference(directory("qwen3"), config_of(tmp_path))
-    infinity.close(model)
-    with pytest.raises(ClosedError):
-        logits(model)
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
-    model = infinity.inference(directory("qwen3"), config_of(tmp_path))
-    wanted = plain(directory("qwen3"), "qwen3")
-    assert infinity.unwrap(model) is model
-    assert torch.equal(logits(model), logits(wanted))
-    assert model.train().training
 
 
 # -- directories ------------------------------------------------------------------------------
@@ -387,21 +316,6 @@ def test_a_conversion_that_only_transformers_can_do(directory: Any, standing: An
     assert caught.value.cure == f"infinity.inference({path!r}, config)"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "mixtral"])
-def test_values_go_straight_from_the_files(
-    kind: str, directory: Any, standing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: Any) -> None:
-        raise AssertionError("transformers was to load it")
-
-    monkeypatch.setattr(hugging_face, "load_whole", never)
-    told: list[tuple[int, int]] = []
-    config = config_of(tmp_path, parameters="host")
-    standing(directory(kind), config, progress=lambda *done: told.append(done))
-    assert told[-1][0] == told[-1][1] > 0
-    assert told == sorted(told)
-
-
 # -- where they are ---------------------------------------------------------------------------
 
 
@@ -417,7 +331,7 @@ def shifted(path: str, nbytes: int) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + len(header) - nbytes :])
 
 
-@pytest.mark.parametrize("nbytes", [1, 2, 4])
+@pytest.mark.parametrize("nbytes", [1, 2])
 def test_tensors_that_begin_anywhere(nbytes: int, directory: Any, standing: Any, tmp_path: Path) -> None:
     path = directory("llama", "bf16", copied_to=tmp_path / "model")
     shifted(path, nbytes)
@@ -440,26 +354,6 @@ def test_what_is_of_another_dtype_is_copied(directory: Any, standing: Any, tmp_p
     state = model.state_dict()
     assert all(torch.equal(state[n], p) for n, p in wanted.state_dict().items())
     assert sorted((tmp_path / "model").iterdir()) == before
-
-
-def test_chunks_that_are_parts_of_tensors(standing: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    given = torch.randn(3, 500)
-
-    def built() -> nn.Module:
-        return nn.Sequential(nn.Linear(500, 700), nn.Linear(700, 500), nn.Linear(500, 500))
-
-    module = built()
-    with torch.no_grad():
-        wanted = module(given)
-    path = saved(module, tmp_path / "run")
-    model = standing(built(), config_of(tmp_path / "nvme"), weights=path)
-    assert len(is_in_place(model)) > 10
-    assert all(is_in_place(model))
-    for _ in range(2):
-        assert torch.equal(model(given), wanted)
-    infinity.unwrap(model)
-    assert torch.equal(model(given), wanted)
 
 
 def test_a_file_that_changes_while_it_is_used(directory: Any, standing: Any, tmp_path: Path) -> None:
@@ -570,10 +464,6 @@ def lied(path: str) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[str], Any], type[Exception]]] = {
     "no weights": (lambda p: (Path(p) / "model.safetensors").unlink(), DataError),
-    "pickled weights": (
-        lambda p: (Path(p) / "model.safetensors").rename(Path(p) / "pytorch_model.bin"),
-        DataError,
-    ),
     "a file that was cut": (cut, CorruptionError),
     "a header of 4 EiB": (lied, CorruptionError),
     "no parameter": (lambda p: rewritten(p, lambda ts: dict(list(ts.items())[:-2])), DataError),
@@ -582,21 +472,11 @@ HOSTILE: dict[str, tuple[Callable[[str], Any], type[Exception]]] = {
         lambda p: sharded(p, lambda of: {**of, "lm_head.weight": "../one.safetensors"}),
         DataError,
     ),
-    "a file that is not there": (
-        lambda p: sharded(p, lambda of: {**of, "lm_head.weight": "two.safetensors"}),
-        CorruptionError,
-    ),
     "a tensor that is not there": (
         lambda p: sharded(p, lambda of: {**of, "another": "one.safetensors"}),
         DataError,
     ),
-    "an index of lists": (lambda p: sharded(p, list), DataError),
     "no JSON": (lambda p: (Path(p) / "config.json").write_text("{" * 100_000), DataError),
-    "a list": (lambda p: (Path(p) / "config.json").write_text("[]"), DataError),
-    "an unknown kind": (
-        lambda p: of_json(p, "config.json", lambda c: {**c, "model_type": "none"}),
-        DataError,
-    ),
     "no class of a model": (
         lambda p: of_json(p, "config.json", lambda c: {**c, "architectures": ["AutoConfig"]}),
         DataError,
@@ -607,15 +487,10 @@ HOSTILE: dict[str, tuple[Callable[[str], Any], type[Exception]]] = {
         ),
         DataError,
     ),
-    "sizes that are none": (
-        lambda p: of_json(p, "config.json", lambda c: {**c, "hidden_size": "large"}),
-        DataError,
-    ),
     "quantized": (
         lambda p: of_json(p, "config.json", lambda c: {**c, "quantization_config": {"bits": 4}}),
         DataError,
     ),
-    "no directory": (lambda p: shutil.rmtree(p), DataError),
 }
 
 
@@ -653,14 +528,3 @@ def test_what_it_takes(directory: Any, tmp_path: Path) -> None:
         with_buffers = models.build("cnn")
     with pytest.raises(WrapError, match=r"buffer[^$]*init_empty_weights"):
         infinity.inference(with_buffers, config_of(tmp_path), weights=directory("llama"))
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_model_that_accelerate_builds_without_values(
-    kind: str, directory: Any, tmp_path: Path, standing: Callable[..., Any]
-) -> None:
-    with need("accelerate").init_empty_weights():
-        built = class_of(kind).from_config(CONFIGS[kind]())
-    model = standing(built, config_of(tmp_path / "nvme"), weights=directory(kind))
-    assert torch.equal(logits(model), logits(plain(directory(kind), kind)))

@@ -19,21 +19,14 @@ from infinity.params.discover import discover
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("own_environment")
-TINY = {"layers": 2, "width": 64, "heads": 2}
 
 VARIANTS: list[dict[str, Any]] = [
-    {},
     {"tied": True},
-    {"layers": 1},
-    {"layers": 1, "tied": True},
+    {"layers": 1, "kv_heads": 1},
     {"kv_heads": 2, "inner": 96},
-    {"kv_heads": 1},
     {"experts": 4, "kv_heads": 2, "inner": 96},
-    {"experts": 1},
     {"preset": "qwen2.5-0.5b", "kv_heads": 2},
     {"preset": "llama-3.1-8b", "kv_heads": 4},
-    {"preset": "mistral-7b", "kv_heads": 2},
-    {"preset": "mixtral-8x7b", "kv_heads": 2},
     {"preset": "mixtral-8x7b", "kv_heads": 2, "experts": 0},
 ]
 
@@ -49,41 +42,29 @@ def parameters_of(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_units_are_those_of_the_real_model(variant: dict[str, Any]) -> None:
-    workload = small(**variant)
+def test_closed_forms_are_those_of_the_real_model(variant: dict[str, Any]) -> None:
+    config = Config(dtype="bf16", device="cpu", optimizer_state_dtype="8bit", optimizer_state_fp32="*norm*")
+    optimizer: OptimizerName = "muon" if "kv_heads" in variant else "adamw"
+    workload = small(optimizer, **variant)
     members, _ = discover(workload.structure, None)
     real = [(m.name, [(n, tuple(p.shape)) for n, p in m.params.items()]) for m in members]
     assert units_of(workload.shape) == real
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_planned_model_is_what_discovery_finds(variant: dict[str, Any], optimizer: OptimizerName) -> None:
-    config = Config(dtype="bf16", device="cpu", optimizer_state_dtype="8bit", optimizer_state_fp32="*norm*")
-    workload = small(optimizer, **variant)
     planned = workload.planned(config)
     found = planned_from(workload.structure, config, optimizer=optimizer)
     assert [(n, list(p)) for n, p in planned.units] == [(n, list(p)) for n, p in found.units]
     assert [*map(tuple, planned.working_sets)] == [*map(tuple, found.working_sets)]
     assert [*planned.again] == [*found.again]
+    for dtype in (torch.float32, torch.bfloat16):
+        activations = activations_of(workload.shape, 2, 48, dtype.itemsize, recompute=False)
+        assert activations.saved == saved_by(workload, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_saved_activations_are_exact(variant: dict[str, Any], dtype: torch.dtype) -> None:
-    workload = small(**variant)
-    planned = activations_of(workload.shape, 2, 48, dtype.itemsize, recompute=False)
-    assert planned.saved == saved_by(workload, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_recomputation_a_block_keeps_its_input(dtype: torch.dtype) -> None:
-    workload = small()
+def test_with_recomputation_a_block_keeps_its_input() -> None:
+    workload, dtype = small(), torch.bfloat16
     planned = activations_of(workload.shape, 2, 48, dtype.itemsize, recompute=True)
     rotation = 2 * 48 * 16 * dtype.itemsize  # of all blocks: an argument that is not saved
     assert planned.saved == saved_by(workload, dtype, recompute=True) + rotation
     assert planned.inputs == 3 * planned.largest == 3 * 2 * 48 * 64 * dtype.itemsize
-    assert planned.saved < activations_of(workload.shape, 2, 48, dtype.itemsize, recompute=False).saved / 2
 
 
 def saved_by(workload: Workload, dtype: torch.dtype, *, recompute: bool = False) -> int:
@@ -149,7 +130,7 @@ def test_published_models_have_their_parameters() -> None:
         ({"layers": 0}, "layers"),
         ({"width": 65}, "width"),
         ({"heads": 64}, "width"),
-        ({"kv_heads": 3}, "heads"),
+        ({"kv_heads": 3}, "do not divide among those of keys and values"),
         ({"inner": 0}, "inner"),
         ({"experts": -3}, "experts.*\n.*from 0 to 10,000"),
         ({"experts": 10**5}, "experts"),
@@ -161,15 +142,6 @@ def test_dimensions_that_cannot_be_used(changes: dict[str, Any], word: str) -> N
     with pytest.raises(ConfigError, match=word) as caught:
         small(**changes)
     assert caught.value.cure
-
-
-def test_heads_that_do_not_divide_are_told_numbers_that_do() -> None:
-    for given in ({"width": 96, "heads": 4, "kv_heads": 3}, {"width": 128, "heads": 16, "kv_heads": 6}):
-        with pytest.raises(ConfigError, match="do not divide among those of keys and values") as caught:
-            small(**given)
-        for cure in str(caught.value.cure).split(", or "):
-            option, number = cure.split()
-            small(**{**given, option.removeprefix("--").replace("-", "_"): int(number)})
 
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:

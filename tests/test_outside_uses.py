@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import itertools
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import ReleasedParameterError
 
-from .quick import covering, quick
 from .small_models import (
     CLASSES,
     WIDTH,
@@ -30,7 +26,6 @@ from .small_models import (
     HeadModel,
     Holder,
     HolderModel,
-    Losses,
     Model,
     TiedFusedModel,
     budgeted,
@@ -44,42 +39,12 @@ from .test_doors import assert_close
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class ListModel(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.list = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in range(3))
-        self.dict = nn.ParameterDict(
-            {
-                "head": nn.Parameter(torch.randn(CLASSES, WIDTH) / 8),
-                "bias": nn.Parameter(torch.zeros(CLASSES)),
-            }
-        )
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.list:
-            x = torch.tanh(x @ weight)
-        return x @ self.dict["head"].t() + self.dict["bias"]
-
-
 class PastTheBlock(Model):
     """As in diffusers' DiT, whose forward calls a part of its first block."""
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         shift = self.blocks[0].up(x.mean(0))
         return super().logits(self.blocks[-1].norm(x) * (1 + shift))
-
-
-class WeightNorm(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            self.head = torch.nn.utils.weight_norm(nn.Linear(WIDTH, CLASSES))
-            for block in self.blocks:
-                torch.nn.utils.weight_norm(block.up)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
 
 
 class Parametrized(Model):
@@ -104,117 +69,32 @@ class CutByAttribute(Cut):
         return ctx.kept
 
 
-class CutByAddress(Cut):
-    """Reads what lies at the addresses of two parameters, as a Triton kernel does."""
-
-    @classmethod
-    def forward(cls, ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return Cut.forward.__func__(cls, ctx, x, at_address(weight), targets)
-
-    @classmethod
-    def keep(cls, ctx: Any, *tensors: torch.Tensor) -> None:
-        ctx.kept = tensors
-
-    @classmethod
-    def kept(cls, ctx: Any) -> Any:
-        return ctx.kept
-
-
-def at_address(tensor: torch.Tensor) -> torch.Tensor:
-    values = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
-    return torch.frombuffer(values, dtype=torch.float32).view(tensor.shape).clone()
-
-
 class CutByAttributeModel(FusedModel):
     function = CutByAttribute
-
-
-class CutByAddressModel(FusedModel):
-    function = CutByAddress
-
-
-def patched() -> nn.Module:
-    """A plain model whose forward somebody replaced afterwards."""
-    model = HeadModel()
-
-    def forward(tokens: torch.Tensor) -> torch.Tensor:
-        return Cut.apply(model.hidden(tokens), model.head.weight, tokens)  # type: ignore[no-any-return]
-
-    model.forward = forward  # type: ignore[method-assign]
-    return model
-
-
-class TwoAddresses(Model):
-    """A kernel that is given addresses in two units at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = Holder(), Holder()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return BothByAddress.apply(self.hidden(tokens), self.one.weight, self.two.weight, tokens)  # type: ignore[no-any-return]
-
-
-class BothByAddress(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, one: torch.Tensor, two: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
-        one.sum()  # it is there from here on
-        n = one.numel()
-        places = [one.data_ptr(), two.data_ptr()]
-        values = [torch.frombuffer((ctypes.c_float * n).from_address(p), dtype=torch.float32) for p in places]
-        weight = (values[0] + values[1]).view(one.shape)
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-            loss = F.cross_entropy(leaves[0] @ leaves[1].t(), targets)
-        ctx.grads = torch.autograd.grad(loss, leaves)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.grads[0], grad * ctx.grads[1], grad * ctx.grads[1], None
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "the weight of a child": Model,
     "holders without a forward": HolderModel,
-    "ParameterList and ParameterDict": ListModel,
     "a part of a block": PastTheBlock,
-    "weight_norm": WeightNorm,
     "parametrizations": Parametrized,
     "a fused head": FusedModel,
     "a fused head that slices in backward": CutModel,
     "a fused head with the weight as an attribute": CutByAttributeModel,
-    "a fused head that takes addresses": CutByAddressModel,
     "a tied fused head": TiedFusedModel,
-    "a patched forward": patched,
-    "addresses in two units": TwoAddresses,
 }
 
 
-@functools.cache
-def by_torch(make: Callable[[], nn.Module]) -> Losses:
-    """Losses and parameters of plain torch. Several tests have them: only for looking at."""
-    model, optimizer = built(make)
-    return [*train(model, optimizer), *(p.detach() for p in model.parameters())]
-
-
-@covering
-@pytest.mark.parametrize(
-    ("budget", "where"),
-    quick(itertools.product(["least", "large"], ["host", "nvme"]), [("least", "nvme"), ("large", "host")]),
-)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_parameter_used_outside_its_own_module(name: str, budget: str, where: str, tmp_path: Path) -> None:
+def test_a_parameter_used_outside_its_own_module(name: str, tmp_path: Path) -> None:
     make = MODELS[name]
-    wanted = by_torch(make)
-    config = budgeted(
-        make, tmp_path, budget, **dict.fromkeys(("parameters", "optimizer_state", "gradients"), where)
-    )
-    for update in ("sync", "overlap"):
+    model, optimizer = built(make)
+    wanted = [*train(model, optimizer), *(p.detach() for p in model.parameters())]
+    for budget, where, update in (("least", "nvme", "overlap"), ("large", "host", "sync")):
+        places = dict.fromkeys(("parameters", "optimizer_state", "gradients"), where)
         model, optimizer = built(make)
-        model, optimizer = infinity.wrap(model, optimizer, config.replace(update=update))
+        config = budgeted(make, tmp_path, budget, update=update, **places)
+        model, optimizer = infinity.wrap(model, optimizer, config)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*(refer to|uses more units at once).*", RuntimeWarning)
             assert_close([*train(model, optimizer), *values(model)], wanted)
@@ -243,32 +123,32 @@ def test_what_is_used_outside_its_module_is_loaded_ahead_from_the_second_round_o
 
 
 def test_outside_of_a_forward_it_is_an_error_with_a_cure_that_works(tmp_path: Path) -> None:
-    def program(model: Any, gather: Callable[[Any], Any]) -> torch.Tensor:
-        x = model.hidden(tokens(0)) if not gather else hidden(model, tokens(0))
-        with gather(model.lm_head) if gather else nullcontext():
-            loss = CutByAttribute.apply(x, model.lm_head.weight, tokens(0))
-        loss.backward()
-        return loss.detach()  # type: ignore[no-any-return]
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return CutByAttribute.apply(x, model.lm_head.weight, tokens(0))  # type: ignore[no-any-return]
 
-    def hidden(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(ReleasedParameterError, match=r"gathered\(params\)"):
-            CutByAttribute.apply(torch.randn(12, WIDTH), model.lm_head.weight, batch)
-        return model.hidden(batch)  # type: ignore[no-any-return]
-
+    plain, _ = built(FusedModel)
+    loss_of(plain, plain.hidden(tokens(0))).backward()
     model, optimizer = built(FusedModel)
-    wanted = [program(model, None), *(p.grad for p in model.parameters())]  # type: ignore[arg-type]
-    config = budgeted(FusedModel, tmp_path, "least")
-    model, optimizer = built(FusedModel)
-    model, optimizer = infinity.wrap(model, optimizer, config)
-    found = [program(model, infinity.gathered), *(infinity.gradient(p) for p in model.parameters())]
+    model, optimizer = infinity.wrap(model, optimizer, budgeted(FusedModel, tmp_path, "least"))
+    with pytest.raises(ReleasedParameterError, match=r"gathered\(params\)"):
+        loss_of(model, torch.randn(12, WIDTH))
+    x = model.hidden(tokens(0))
+    with infinity.gathered(model.lm_head):
+        loss = loss_of(model, x)
+    loss.backward()
+    found = [infinity.gradient(p) for p in model.parameters()]
     infinity.close(model)
-    assert_close(found, wanted)  # type: ignore[arg-type]
+    assert_close(found, [p.grad for p in plain.parameters()])  # type: ignore[arg-type, misc]
 
 
 def test_addresses_that_a_forward_asks_for_hold_until_its_scope_ends(tmp_path: Path) -> None:
     """Also over the least budget: nobody can count them."""
 
-    class Addresses(TwoAddresses):
+    class Addresses(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Holder(), Holder()
+
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             self.one.weight.sum()
             n, places = CLASSES * WIDTH, [self.one.weight.data_ptr(), self.two.weight.data_ptr()]

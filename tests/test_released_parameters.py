@@ -1,4 +1,4 @@
-"""Released parameters: what stays readable, and what is refused."""
+"""Released parameters: what stays readable, what is refused, and those of a user's own class."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
-from infinity.core.errors import ClosedError, InfinityError, ParameterChangedError, ReleasedParameterError
+from infinity.core.errors import (
+    ClosedError,
+    InfinityError,
+    ParameterChangedError,
+    ReleasedParameterError,
+)
 from infinity.params.param import ReleasedParameter
 
-from .small_net import WIDTH, Wrapped, build, same, tokens, train
+from .offloaded import config_for
+from .small_net import WIDTH, Wrapped, build, same, train
 
 
 def test_a_released_parameter_never_reaches_a_kernel(wrapped: Wrapped) -> None:
@@ -47,8 +55,6 @@ def test_a_released_parameter_never_reaches_a_kernel(wrapped: Wrapped) -> None:
 
 # -- each kind of use has a cure of its own, and the tests follow it ---------------------------------
 
-TIERS = ["host", "nvme"]
-
 
 def cure_of(use: Callable[[], object], error: type[InfinityError] = ReleasedParameterError) -> str:
     with pytest.raises(error) as caught:
@@ -56,48 +62,8 @@ def cure_of(use: Callable[[], object], error: type[InfinityError] = ReleasedPara
     return str(caught.value.cure)
 
 
-@torch.no_grad()
-def check_averages(weight: nn.Parameter, mean: nn.Parameter) -> None:
-    for use in (
-        lambda: mean.lerp_(weight, 0.1),
-        lambda: mean.mul_(0.9).add_(weight, alpha=0.1),
-        lambda: mean.copy_(weight),
-        lambda: torch._foreach_lerp_([mean], [weight], 0.1),
-        lambda: torch.lerp(mean, weight, 0.1, out=mean),
-    ):
-        cure = cure_of(use)
-        assert cure.startswith("`plain = copy.deepcopy(model)` before `wrap`; after each step call ")
-        assert "`infinity.copy_to(model, plain)`" in cure
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_an_average_by_hand(tier: str, config: infinity.Config) -> None:
-    averages = []
-    for offloaded in (False, True):
-        model, optimizer = build(eps=1e-3)
-        average, plain = copy.deepcopy(model), model
-        if offloaded:
-            plain = copy.deepcopy(model)  # the cure
-            model, optimizer = infinity.wrap(model, optimizer, config.replace(parameters=tier))  # type: ignore[assignment]
-            check_averages(model.head.weight, torch.zeros_like(average.head.weight))
-        for step in range(3):
-            model(tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if offloaded:
-                infinity.copy_to(model, plain)
-            with torch.no_grad():
-                for e, p in zip(average.parameters(), plain.parameters(), strict=True):
-                    e.lerp_(p, 0.1)
-        averages.append(average.state_dict())
-        if offloaded:
-            infinity.close(optimizer)
-    torch.testing.assert_close(averages[1], averages[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_reads_and_edits(tier: str, config: infinity.Config) -> None:
-    model, optimizer = infinity.wrap(*build(), config.replace(parameters=tier))
+def test_reads_and_edits(wrapped: Wrapped) -> None:
+    model, optimizer = wrapped
     weight = model.blocks[0].up.weight
     wanted = model.state_dict()["blocks.0.up.weight"]
     for look in (lambda: weight.sum(), lambda: weight.data, lambda: torch.cat([weight, weight])):
@@ -110,6 +76,7 @@ def test_reads_and_edits(tier: str, config: infinity.Config) -> None:
             edit()
         found = model.state_dict()["blocks.0.up.weight"]
         assert torch.equal(found, [wanted + 1, torch.ones_like(wanted), torch.zeros_like(wanted)][n])
+    assert "`infinity.copy_to(model, plain)`" in cure_of(lambda: copy.deepcopy(model))
     with pytest.raises(ReleasedParameterError, match=r"(?s)found: Tensor\.data on .*gathered\(params\)"):
         weight.data.norm()
     infinity.close(optimizer)
@@ -121,23 +88,15 @@ def fill(weight: nn.Parameter) -> None:
     weight.data = torch.zeros(weight.shape)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_changes_of_the_structure(tier: str, config: infinity.Config) -> None:
+def test_changes_of_the_structure(wrapped: Wrapped) -> None:
     change = torch.nn.utils.parametrizations.weight_norm
     wanted, _ = build()
     change(wanted.blocks[0].up)
-    model, optimizer = infinity.wrap(*build(), config.replace(parameters=tier))
-    cure = cure_of(lambda: change(model.blocks[0].up))
+    cure = cure_of(lambda: change(wrapped[0].blocks[0].up))
     assert cure == "do this before `wrap`, or to the model that `infinity.unwrap(model)` returns"
-    plain = infinity.unwrap(model)
+    plain = infinity.unwrap(wrapped[0])
     change(plain.blocks[0].up)
     assert same(plain.state_dict(), wanted.state_dict())
-    infinity.close(optimizer)
-    before, _ = build()
-    change(before.blocks[0].up)
-    model, optimizer = infinity.wrap(before, torch.optim.AdamW(before.parameters()), config)
-    train(model, optimizer, 1)
-    infinity.close(optimizer)
 
 
 class Scores(torch.utils.data.Dataset[torch.Tensor]):
@@ -153,10 +112,9 @@ class Scores(torch.utils.data.Dataset[torch.Tensor]):
         return self.values()[row] * 2
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_worker_of_a_loader(tier: str, config: infinity.Config) -> None:
+def test_a_worker_of_a_loader(wrapped: Wrapped) -> None:
     """A fork has no engine: neither a read nor a `gathered` block works there."""
-    model, optimizer = infinity.wrap(*build(), config.replace(parameters=tier))
+    model, optimizer = wrapped
     weight = model.blocks[0].up.weight
 
     def loader(values: Callable[[], torch.Tensor], workers: int = 1) -> list[torch.Tensor]:
@@ -180,7 +138,6 @@ def test_a_worker_of_a_loader(tier: str, config: infinity.Config) -> None:
     values = read()
     assert all(map(torch.equal, loader(lambda: values), wanted))
     train(model, optimizer, 1)
-    infinity.close(optimizer)
 
 
 def test_metadata_of_a_released_parameter_stays_readable(wrapped: Wrapped) -> None:
@@ -198,41 +155,60 @@ def test_metadata_of_a_released_parameter_stays_readable(wrapped: Wrapped) -> No
     assert sum(p.numel() for p in wrapped[0].parameters()) > 0
 
 
-@pytest.mark.parametrize("method", ["half", "bfloat16", "double", "share_memory"])
-def test_casts_and_moves_after_wrap_are_refused(wrapped: Wrapped, method: str) -> None:
-    with pytest.raises(ParameterChangedError, match="after `wrap`"):
-        getattr(wrapped[0], method)()
-
-
-def test_to_where_it_already_is_does_nothing(wrapped: Wrapped) -> None:
-    model, optimizer = wrapped
-    assert model.to("cpu").to(torch.float32) is model
-    train(model, optimizer, 1)
-    with pytest.raises(ParameterChangedError):
-        model.to(torch.bfloat16)
-    with pytest.raises(ParameterChangedError):
-        model.to("meta")
-
-
-def test_gathered_reads_and_keeps_edits(wrapped: Wrapped) -> None:
-    model, optimizer = wrapped
-    reference, torch_optimizer = build()
-    with infinity.gathered(model):
-        for (_, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-            assert torch.equal(a, b)
-    with infinity.gathered(model.blocks[1].up.weight, write=True), torch.no_grad():
-        model.blocks[1].up.weight[3] += 1
-    with torch.no_grad():
-        reference.blocks[1].up.weight[3] += 1
-    assert isinstance(model.blocks[1].up.weight, ReleasedParameter)
-    assert same(model.state_dict(), reference.state_dict())
-    losses, expected = train(model, optimizer), train(reference, torch_optimizer)
-    assert losses == pytest.approx(expected, rel=1e-5)
-
-
 def test_an_edit_without_write_raises_instead_of_getting_lost(wrapped: Wrapped) -> None:
     model, _ = wrapped
     weight = model.blocks[0].up.weight
     with pytest.raises(ParameterChangedError, match="write=True"), infinity.gathered([weight]):
         with torch.no_grad():
             weight.zero_()
+
+
+# -- parameters of a user's own class ---------------------------------------------------------------
+
+
+class Scaled(nn.Parameter):
+    """A parameter with a method and an attribute of its own."""
+
+    factor = 3
+
+    def scaled(self) -> torch.Tensor:
+        return self * self.factor
+
+
+class OfClass(nn.Module):
+    """A head whose parent uses the weight, one of the classes above."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 16)
+        self.head.weight = kind(self.head.weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        weight: Any = self.head.weight
+        return nn.functional.linear(x, weight.scaled(), self.head.bias)
+
+
+@pytest.mark.parametrize("parameters", ["nvme", "device"])
+def test_parameters_of_a_users_class_stay_that(parameters: str, tmp_path: Path) -> None:
+    found = []
+    for offloaded in (False, True):
+        model: Any = OfClass(Scaled)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        model.head.weight.tag = "mine"
+        if offloaded:
+            model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path, parameters=parameters))
+        for step in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            assert isinstance(model.head.weight, Scaled)
+            assert (model.head.weight.tag, model.head.weight.factor) == ("mine", 3)
+            optimizer.zero_grad()
+        found.append({n: v.clone() for n, v in model.state_dict().items()})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+    assert type(infinity.unwrap(model).head.weight) is Scaled
