@@ -1,8 +1,12 @@
-"""What a device computes beside the CPU's kernels: Adam, norms, rounding. Each answers with what differs."""
+"""What a device computes beside the CPU's kernels: Adam, norms, rounding. Each answers with what differs.
+
+Tests of the kernels have the same values."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,7 +14,74 @@ from infinity.core.sizes import MOMENT_BLOCK, NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import RULES, SGD, Adagrad, Adam, Lion, Segment, rounding_key
 
-from .test_cpu_adam import DTYPES, OPTIONS, SIZES, VARIANTS, adam_segment, any_bits, same, state, values
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (0, 1, 7, 64, 20_003)
+OPTIONS: dict[str, Any] = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=7)
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"decoupled": False, "maximize": True, "beta1": 0.3, "grad_scale": 0.37},
+    {"weight_decay": 0.0, "beta1": 0.5, "beta2": 0.0, "eps": 0.0, "step": 1},
+)
+
+
+def adam_segment(
+    start: int,
+    numel: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> Segment:
+    options = Adam(beta1, beta2, eps, decoupled)
+    return Segment(start, numel, 0, 0, step, lr, weight_decay, grad_scale, maximize, options)
+
+
+def values(n: int, seed: int = 0) -> torch.Tensor:
+    """Return (n,) float32 from subnormal to large, zeros among them."""
+    return made(n, seed).clone()
+
+
+@functools.lru_cache(maxsize=64)
+def made(n: int, seed: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=g) * 10.0 ** torch.randint(-6, 3, (n,), generator=g).float()
+    x[torch.rand(n, generator=g) < 0.02] = 0.0
+    x[torch.rand(n, generator=g) < 0.02] *= 1e-36
+    return x
+
+
+def state(n: int, seed: int = 0) -> list[torch.Tensor]:
+    """Return master, exp_avg and exp_avg_sq."""
+    return [values(n, seed), values(n, seed + 1) * 0.1, values(n, seed + 2).square()]
+
+
+def any_bits(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return (n,) random bit patterns: NaN, Inf and subnormals too."""
+    width = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    info = torch.iinfo(width)
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(info.min, info.max + 1, (n,), dtype=width, generator=g).view(dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, any NaN being as good as another."""
+    return bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all()) and a.shape == b.shape
+
+
+def update(
+    call: Any, tensors: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None, **options: Any
+) -> None:
+    """Update all elements by one segment."""
+    call(tensors[0], tensors[1:], grad, out, [adam_segment(0, len(grad), **options)])
 
 
 def adam(device: str, grad: torch.dtype, out: torch.dtype | None) -> list[str]:
@@ -27,8 +98,8 @@ def adam(device: str, grad: torch.dtype, out: torch.dtype | None) -> list[str]:
             )
             for step in (1, 2, 3):
                 chosen = {**OPTIONS, "step": step, **options}
-                cpu_adam.adamw_update(*here[0], here[1], here[2], **chosen)
-                adam_reference.adamw_reference(*there[0], there[1], there[2], **chosen)
+                update(cpu_adam.update_segments, *here, **chosen)
+                update(adam_reference.reference_segments, *there, **chosen)
             for found, wanted in zip([*there[0], there[2]], [*here[0], here[2]], strict=True):
                 if found is not None and wanted is not None and not same(found.cpu(), wanted):
                     differ.append(f"Adam, {n} elements, {grad} to {out}, {options}")

@@ -18,8 +18,7 @@ import torch
 from infinity.core.sizes import ceil_to
 from infinity.hardware import adam_fused, adam_reference, cpu_adam
 
-from .device_bits import CHECKS
-from .test_cpu_adam import OPTIONS, adam_segment, any_bits, same
+from .device_bits import CHECKS, OPTIONS, adam_segment, any_bits, same
 
 
 def any_values() -> list[str]:

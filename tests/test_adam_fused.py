@@ -16,7 +16,7 @@ import torch
 from infinity.hardware import adam_reference, cpu_adam
 
 from .command_line import python
-from .test_cpu_adam import OPTIONS, adam_segment, same, state, values
+from .device_bits import OPTIONS, adam_segment, same, state, values
 
 SEGMENTS = [
     adam_segment(3, 700, **OPTIONS),
@@ -84,11 +84,9 @@ def test_a_kernel_with_the_bits_of_torch_is_what_runs(serve: Any) -> None:
     assert ran[tried + 2 :] == [(3, 703), (800, 1000)]  # it is tried once
 
 
-def _fails(*_: Any) -> None:
-    raise RuntimeError("no C compiler")
-
-
-_right = adam_reference._in_torch
+def _fails_late(*given: Any) -> None:
+    _right(*given)
+    raise RuntimeError("too late")
 
 
 def _on(change: Callable[[int, int], tuple[int, int]]) -> Callable[..., None]:
@@ -96,15 +94,10 @@ def _on(change: Callable[[int, int], tuple[int, int]]) -> Callable[..., None]:
     return lambda *given: _right(*given[:4], *change(*given[4:6]), *given[6:])
 
 
-def _fails_late(*given: Any) -> None:
-    _right(*given)
-    raise RuntimeError("too late")
-
-
+_right = adam_reference._in_torch
 WRONG = {
-    "does nothing": (lambda *_: None, "other bits"),
-    "fails": (_fails, "no C compiler"),
     "fails when it is done": (_fails_late, "too late"),
+    "does nothing": (lambda *_: None, "other bits"),
     "ignores where it begins": (_on(lambda first, last: (0, last - first)), "other bits"),
     "begins at a multiple": (_on(lambda first, last: (first - first % 16, last)), "other bits"),
     "leaves out the last block": (_on(lambda first, last: (first, last - last % 1024)), "other bits"),
@@ -132,21 +125,16 @@ def test_where_there_is_no_memory_to_try_it_it_is_tried_again(serve: Any) -> Non
     assert all(map(same, before, state(1000)))
 
 
-@pytest.mark.parametrize("error", ["AttributeError", "OSError"])
-def test_a_triton_that_is_broken_is_told(
-    error: str, serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "triton.py").write_text(f"raise {error}('broken')")
+def test_a_triton_that_is_broken_is_told(serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("raise AttributeError('broken')")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("infinity.hardware.adam_fused", "triton"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.warns(RuntimeWarning, match=f"{error}: broken"):
+    with pytest.warns(RuntimeWarning, match="AttributeError: broken"):
         assert updates_as_the_cpu_does()
 
 
-def test_without_triton_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam_reference, "_FUSED_ON", {"cpu"})
-    adam_reference._fused.cache_clear()
+def test_without_triton_it_is_plain_torch(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "infinity.hardware.adam_fused", raising=False)
     assert updates_as_the_cpu_does()
     assert adam_reference._fused(torch.device("cpu"), torch.bfloat16, 0, torch.float32, False, False) is None
-    adam_reference._fused.cache_clear()

@@ -14,7 +14,7 @@ from infinity.core.sizes import MOMENT_BLOCK
 from infinity.hardware import adam_reference, cpu_adam, log_codes
 from infinity.hardware.cpu_adam import Adagrad, Adam, Lion, Options, Segment, rounding_key
 
-from .test_cpu_adam import same, values
+from .device_bits import same, values
 from .test_rules import ISAS, RULE_OPTIONS, segment
 
 INF = float("inf")

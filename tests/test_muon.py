@@ -1,4 +1,6 @@
-"""Muon: the bits of `torch.optim.Muon` for whole matrices, wherever their pieces are."""
+"""Muon: the bits of `torch.optim.Muon` for whole matrices, wherever their pieces are.
+
+test_optimizers.py has it in a language model."""
 
 from __future__ import annotations
 
@@ -12,22 +14,15 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.core.errors import BudgetError, ConfigError, OptimizerTypeError, ParameterError, WrapError
-from infinity.optim import matrices, update
+from infinity.core.errors import BudgetError, ConfigError, OptimizerTypeError, WrapError
 
 from .models import case
 from .offloaded import ON_HOST, config_for
-from .test_optimizers import PLACES, assert_equal, loss_of, state_of, trained
+from .test_optimizers import PLACES, assert_equal, state_of
 from .whole import muon, train_whole
 
-STEPS = 4
+STEPS = 3
 LIMIT = 0.01  # of a norm, much below that of a gradient
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_bits_are_those_of_torch(place: str, tmp_path: Path) -> None:
-    wanted = train_whole(case("gpt").model, muon, loss_of, steps=STEPS)
-    assert_equal(trained(muon, tmp_path, steps=STEPS, **PLACES[place]), wanted)
 
 
 class Net(nn.Module):
@@ -58,8 +53,9 @@ def run_net(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("place", "nesterov"), [(place, place not in ("device", "backward")) for place in PLACES]
+)
 def test_a_matrix_that_chunks_cut_is_one(place: str, nesterov: bool, tmp_path: Path) -> None:
     make = functools.partial(muon, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
     wanted = train_whole(Net(), make, loss_of_net, steps=STEPS)
@@ -123,72 +119,36 @@ def test_accumulation_clipping_and_state_dicts_are_those_of_torch(tmp_path: Path
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_resumes_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     def wrapped(name: str, **settings: Any) -> tuple[Net, Any]:
         model = Net()
         (tmp_path / name).mkdir()
-        config = config_for(tmp_path / name, optimizer_state_dtype=dtype, **settings)
+        config = config_for(tmp_path / name, optimizer_state_dtype="bf16", **settings)
         return infinity.wrap(model, muon(model.parameters()), config)
 
-    model, optimizer = wrapped("whole")
-    run_net(model, optimizer, range(STEPS))
-    wanted = state_of(model)
-    infinity.close(optimizer)
     model, optimizer = wrapped("first", **ON_HOST)
-    run_net(model, optimizer, range(2))
+    run_net(model, optimizer, range(1))
     infinity.save(optimizer, tmp_path / "saved")
+    run_net(model, optimizer, range(1, STEPS))
+    wanted = state_of(model)
     infinity.close(optimizer)
     model, optimizer = wrapped("second", chunk_elements=131072)
     infinity.load(optimizer, tmp_path / "saved")
-    run_net(model, optimizer, range(2, STEPS))
+    run_net(model, optimizer, range(1, STEPS))
     assert_equal(state_of(model), wanted)
     infinity.close(optimizer)
 
 
-def test_a_torch_muon_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_available_is_refused(tmp_path: Path) -> None:
     model = Net()
-    optimizer = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
-    with pytest.raises(WrapError, match=r"infinity\.optim\.Muon"):
-        infinity.wrap(model, optimizer, config_for(tmp_path))
-
-
-def test_a_matrix_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    model = Net()
+    theirs = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+    with pytest.raises(WrapError, match=r"infinity\.optim\.Muon"):  # it lacks parameters
+        infinity.wrap(model, theirs, config_for(tmp_path))
     with pytest.raises(BudgetError, match="the update of a matrix"):
         infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, device_memory="1MiB"))
-
-
-@pytest.mark.parametrize("settings", [{"update": "delayed"}, {"optimizer_state_dtype": "8bit"}], ids=str)
-def test_what_is_not_available_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
-    model = Net()
-    with pytest.raises(ConfigError, match="Muon is not available"):
-        infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, **settings))
-
-
-@pytest.mark.parametrize("changed", ["no first visit", "no pieces behind the first", "one more is expected"])
-def test_a_matrix_that_is_lost_is_an_error(
-    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the engine must not do: the update says so, and a flattened or partial matrix is never a step."""
-    model, config = Net(), config_for(tmp_path, update="sync", **ON_HOST)
-    model, optimizer = infinity.wrap(model, muon(model.parameters()), config)
-    if changed == "one more is expected":
-        expect = matrices.Matrices.expect
-        monkeypatch.setattr(matrices.Matrices, "expect", lambda self, count: expect(self, count + 1))
-    elif changed == "no first visit":
-        monkeypatch.setattr(update, "visits_of", lambda *_: (matrices.Visit(False, True),))
-    else:
-        collect = matrices.Matrices.collect
-
-        def first_alone(self: Any, io: Any, *given: Any, **options: Any) -> None:
-            if io.chunk.segments[0].offset == 0:
-                collect(self, io, *given, **options)
-
-        monkeypatch.setattr(matrices.Matrices, "collect", first_alone)
-    loss_of_net(model, 0).backward()
-    with pytest.raises(ParameterError, match="the update of a matrix is not complete"):
-        optimizer.step()
+    for settings in ({"update": "delayed"}, {"optimizer_state_dtype": "8bit"}):
+        with pytest.raises(ConfigError, match="Muon is not available"):
+            infinity.wrap(model, muon(model.parameters()), config_for(tmp_path, **settings))
 
 
 def two_matrices(count: int) -> tuple[nn.Module, Any]:
@@ -237,9 +197,8 @@ def test_a_matrix_without_elements_is_no_matrix_that_is_lost(tmp_path: Path) -> 
     model: Any = nn.Linear(6, 4, bias=False)
     model.none = nn.Parameter(torch.zeros(0, 4))
     model.register_forward_hook(lambda module, _, out: out + module.none.sum())
-    model, optimizer = infinity.wrap(
-        model, torch.optim.Muon(model.parameters()), config_for(tmp_path, **ON_HOST)
-    )
+    theirs = torch.optim.Muon(model.parameters())
+    model, optimizer = infinity.wrap(model, theirs, config_for(tmp_path, **ON_HOST))
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
 
@@ -252,41 +211,29 @@ def test_a_muon_of_torch_and_ours_load_each_other(tmp_path: Path) -> None:
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
         saved = optimizer.state_dict()
-        model = infinity.unwrap(model)
-        model, optimizer = infinity.wrap(model, second, config_for(tmp_path, **ON_HOST))
+        model, optimizer = infinity.wrap(infinity.unwrap(model), second, config_for(tmp_path, **ON_HOST))
         optimizer.load_state_dict(saved)
         infinity.unwrap(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_groups_of_a_language_model(tied: bool) -> None:
-    model = case("gpt", tied=tied).model
-    model.blocks[0].requires_grad_(False)  # type: ignore[index]
+    model: Any = case("gpt", tied=tied).model
+    model.blocks[0].requires_grad_(False)
     with pytest.raises(ConfigError, match="does not say which layer is its head") as raised:
         infinity.optim.muon_groups(model)
     assert "head=model.head" in str(raised.value)
-    groups = infinity.optim.muon_groups(model, head=model.head)  # type: ignore[arg-type]
+    groups = infinity.optim.muon_groups(model, head=model.head)
     names = {id(p): name for name, p in model.named_parameters()}
     inner, others = ({names[id(p)] for p in group["params"]} for group in groups)
     assert [group["use_muon"] for group in groups] == [True, False]
     assert inner | others == {name for name, p in model.named_parameters() if p.requires_grad}
-    assert inner == {n for n, p in model.named_parameters() if n.startswith("blocks.1") and p.ndim == 2} | {
-        n for n, p in model.named_parameters() if n.startswith("blocks.2") and p.ndim == 2
-    }
+    matrices = {n for n, p in model.named_parameters() if p.ndim == 2}
+    assert inner == {n for n in matrices if n.startswith(("blocks.1.", "blocks.2."))}
     infinity.optim.Muon(groups).step()
-
-
-def test_both_groups_are_there_whatever_is_trained() -> None:
-    model = case("gpt").model
-    for param in model.parameters():
-        param.requires_grad_(param.ndim == 2)
-    inner, others = infinity.optim.muon_groups(model, head=model.head)  # type: ignore[arg-type]
-    assert inner["use_muon"]
-    assert not others["use_muon"]
-    for param in inner["params"]:
+    for param in groups[0]["params"]:
         param.requires_grad_(False)
-    inner, others = infinity.optim.muon_groups(model, head=model.head)  # type: ignore[arg-type]
-    assert not inner["params"]
+    assert [len(g["params"]) > 0 for g in infinity.optim.muon_groups(model, head=model.head)] == [False, True]
 
 
 def test_the_head_of_a_model_of_transformers_is_found() -> None:
@@ -294,6 +241,4 @@ def test_the_head_of_a_model_of_transformers_is_found() -> None:
     inner, others = infinity.optim.muon_groups(model)
     names = {id(p): name for name, p in model.named_parameters()}
     assert all(".layers." in names[id(p)] for p in inner["params"])
-    assert {"model.embed_tokens.weight", "lm_head.weight"} <= {names[id(p)] for p in others["params"]} | {
-        "lm_head.weight" if model.config.tie_word_embeddings else ""  # type: ignore[union-attr]
-    }
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= {names[id(p)] for p in others["params"]}

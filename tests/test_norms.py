@@ -1,4 +1,4 @@
-"""Norms of gradients, beside doubles; and that nothing is read for them."""
+"""Norms of gradients, beside doubles, and that nothing is read for them; clipping by norm and by value."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from infinity.api.engine import engine_of
 from infinity.grads.gradient_chunks import ChunkGradients
 
 from .offloaded import config_for
+from .small_models import HeadModel, Losses, built, tokens, values, wrapped
+from .test_doors import assert_close
 
 SHAPES = [(300, 301), (7, 33), (70_001,), (5,), (64,)]
 
@@ -46,8 +48,7 @@ def together(grads: list[torch.Tensor]) -> float:
     return math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", ["device", "host", "nvme"])
+@pytest.mark.parametrize(("place", "dtype"), [("device", "bf16"), ("host", "fp32"), ("nvme", "bf16")])
 def test_norms_with_any_factors_read_nothing_again(
     place: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,21 +99,25 @@ def test_a_norm_is_that_of_doubles(place: str, tmp_path: Path) -> None:
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize("place", ["device", "host", "nvme"])
-@pytest.mark.parametrize("limit", [0.1, 1e9])
-def test_a_step_that_clips_is_torchs(place: str, limit: float, tmp_path: Path) -> None:
-    where = {"parameters": "host", "optimizer_state": place, "gradients": place}
-    settings = {"max_grad_norm": limit, "device_memory": "32MiB", **where}
-    model, optimizer = infinity.wrap(*build(), config_for(tmp_path, **settings))
-    reference, plain = build()
-    for net in (model, reference):
-        net(draw(5)).backward()
-    nn.utils.clip_grad_norm_(reference.parameters(), limit)
-    for o in (optimizer, plain):
-        o.step()
-    for (name, found), wanted in zip(
-        model.state_dict().items(), reference.state_dict().values(), strict=True
-    ):
-        largest = wanted.abs().max().item()
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6 * largest, msg=name)
-    infinity.close(optimizer)
+@pytest.mark.parametrize(
+    ("update", "gradients", "foreach"),
+    [("sync", "device", None), ("overlap", "host", False), ("delayed", "nvme", None)],
+)
+def test_clip_grad_value(update: str, gradients: str, foreach: bool | None, tmp_path: Path) -> None:
+    def run(model: Any, optimizer: Any, gradient: Any) -> Losses:
+        found = []
+        for step in range(3):
+            model(tokens(step)).backward()
+            model(tokens(step + 10)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            nn.utils.clip_grad_value_(model.parameters(), 0.002, foreach=foreach)
+            found += [gradient(p) for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    model, optimizer = built(HeadModel)
+    wanted = [*run(model, optimizer, lambda p: p.grad.clone()), *(p.detach() for p in model.parameters())]
+    model, optimizer = wrapped(tmp_path, gradients=gradients, update=update)
+    assert_close([*run(model, optimizer, infinity.gradient), *values(model)], wanted)
+    infinity.close(model)

@@ -1,9 +1,11 @@
-"""The optimizers that the engine runs, and the dtypes of their moments: bits, state dicts, checkpoints."""
+"""The optimizers that the engine runs, and the forms of their moments and masters: bits, state dicts,
+checkpoints."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +23,14 @@ from infinity.optim.lion import Lion
 from infinity.optim.loading import OURS
 from infinity.planning.parts import SQUARES
 
-from .command_line import python
 from .models import case
-from .offloaded import ON_HOST, config_for
-from .quick import quick
-from .whole import OPTIMIZERS, Make, train_whole
+from .offloaded import ON_DEVICE, ON_HOST, RESIDENT, config_for
+from .whole import ALL_OPTIMIZERS, OPTIMIZERS, Make, train_whole
 
-STEPS = 6
+STEPS = 4
 PLACES: dict[str, dict[str, Any]] = {
     "host": {**ON_HOST, "update": "sync"},
-    "device": {"parameters": "device", "optimizer_state": "device", "gradients": "device"},
+    "device": ON_DEVICE,
     "nvme": {"update_depth": 1, "read_ahead_memory": 0},
     "backward": {"update": "backward", "accumulation": 1},
     "split": {
@@ -42,6 +42,18 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 State = dict[str, dict[str, torch.Tensor]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+#: Of parameters whose moments stay fp32.
+PATTERNS = ("tokens.*", "*norm*", "*.bias")
+#: In which form moments and masters are kept: settings, by name.
+FORMS: dict[str, dict[str, Any]] = {
+    **{form: {"optimizer_state_dtype": form} for form in DTYPES},
+    "bf16, some fp32": {"optimizer_state_dtype": "bf16", "optimizer_state_fp32": PATTERNS},
+    "8bit, some fp32": {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": PATTERNS},
+    "8bit, others fp32": {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ("*.weight",)},
+    "whole masters": {"dtype": "bf16"},
+    "split masters": {"dtype": "bf16", "split_master": True},
+    "split masters, 8bit": {"dtype": "bf16", "split_master": True, "optimizer_state_dtype": "8bit"},
+}
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -69,6 +81,11 @@ def wrapped(make: Make, folder: Path, **settings: Any) -> tuple[nn.Module, Any]:
     model = case("gpt").model
     folder.mkdir(exist_ok=True)
     return infinity.wrap(model, make(model.parameters()), config_for(folder, **settings))
+
+
+def matching(patterns: Iterable[str]) -> set[str]:
+    names = [name for name, _ in case("gpt").model.named_parameters()]
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def go_on(model: nn.Module, optimizer: Any, begin: int, end: int) -> None:
@@ -107,73 +124,61 @@ def assert_near(found: State, plain: nn.Module) -> None:
     assert differing <= sum(p.numel() for p in plain.parameters()) / 100
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "nesterov", "lion"]))
-def test_bits_are_those_of_whole_parameters_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
-    make = OPTIMIZERS[name]
-    wanted = train_whole(case("gpt").model, make, loss_of, steps=STEPS, dtype=DTYPES[dtype])
-    for place, settings in PLACES.items():
-        assert_equal(trained(make, tmp_path / place, optimizer_state_dtype=dtype, **settings), wanted)
-
-
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["sgd", "momentum"]))
-def test_fp32_is_torchs(name: str, tmp_path: Path) -> None:
-    make = OPTIMIZERS[name]
+@pytest.mark.parametrize(
+    ("name", "form", "places"),
+    [
+        ("adamw", "8bit, some fp32", list(PLACES)),
+        ("adagrad", "8bit", list(PLACES)),
+        ("lion", "bf16", list(PLACES)),
+        ("muon", "fp32", list(PLACES)),
+        ("nesterov", "fp32", ["device", "backward", "split"]),
+        ("sgd", "fp32", ["nvme", "split"]),
+    ],
+)
+def test_bits_are_those_of_whole_parameters_everywhere(
+    name: str, form: str, places: list[str], tmp_path: Path
+) -> None:
+    make, settings = ALL_OPTIMIZERS[name], FORMS[form]
+    fp32, dtype = matching(settings.get("optimizer_state_fp32", ())), settings["optimizer_state_dtype"]
     model = case("gpt").model
-    plain = make(model.parameters())
-    go_on(model, plain, 0, 3)
-    found = trained(make, tmp_path, steps=3)
-    assert_near(found, model)
+    wanted = train_whole(model, make, loss_of, steps=STEPS, dtype=DTYPES[dtype], fp32=fp32)
+    for place in places:
+        assert_equal(trained(make, tmp_path / place, **settings, **PLACES[place]), wanted)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "8bit"])
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw"]))
-def test_a_delayed_update_has_the_same_bits_on_every_tier(name: str, dtype: str, tmp_path: Path) -> None:
-    settings = {"update": "delayed", "delay_warmup_steps": 2, "optimizer_state_dtype": dtype}
+def test_a_delayed_update_has_the_same_bits_on_every_tier(tmp_path: Path) -> None:
+    settings = {"update": "delayed", "delay_warmup_steps": 1, **FORMS["8bit, some fp32"]}
+    wanted = trained(OPTIMIZERS["adamw"], tmp_path / "host", **ON_HOST, **settings)
+    for place, tiers in {"nvme": {}, "device": ON_DEVICE}.items():
+        assert_equal(trained(OPTIMIZERS["adamw"], tmp_path / place, **tiers, **settings), wanted)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
-    wanted = trained(make, tmp_path / "host", **ON_HOST, **settings)
-    assert_equal(trained(make, tmp_path / "nvme", **settings), wanted)
-
-
-def in_torch_and_back(make: Make, folder: Path) -> tuple[nn.Module, Any, nn.Module, torch.optim.Optimizer]:
-    """Go on from the state dicts of a run, wrapped, and in plain torch; return both."""
-    model, optimizer = wrapped(make, folder / "a")
-    go_on(model, optimizer, 0, 3)
+    model, optimizer = wrapped(make, tmp_path / "a")
+    go_on(model, optimizer, 0, 2)
     values, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
-    infinity.close(optimizer)
-
+    go_on(model, optimizer, 2, 3)
     plain = case("gpt").model
     plain.load_state_dict(values)
     theirs = make(plain.parameters())
     theirs.load_state_dict(copy.deepcopy({k: saved[k] for k in ("state", "param_groups")}))
-    go_on(plain, theirs, 3, 5)
-
-    model, optimizer = wrapped(make, folder / "b")
-    model.load_state_dict(values)
-    optimizer.load_state_dict(saved)
-    go_on(model, optimizer, 3, 5)
-    return model, optimizer, plain, theirs
-
-
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "momentum"]))
-def test_a_state_dict_goes_on_in_torch_and_back(name: str, tmp_path: Path) -> None:
-    make = OPTIMIZERS[name]
-    model, optimizer, plain, theirs = in_torch_and_back(make, tmp_path)
+    go_on(plain, theirs, 2, 3)
     assert_near(state_of(model), plain)
     infinity.close(optimizer)
 
-    model, optimizer = wrapped(make, tmp_path / "c")  # torch's own state, also where it counts no steps
+    model, optimizer = wrapped(make, tmp_path / "b")  # torch's own state, also where it counts no steps
     model.load_state_dict(plain.state_dict())
     optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    go_on(plain, theirs, 5, 6)
-    go_on(model, optimizer, 5, 6)
+    go_on(plain, theirs, 3, 4)
+    go_on(model, optimizer, 3, 4)
     assert_near(state_of(model), plain)
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["momentum"]))
-def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
-    make = OPTIMIZERS[name]
+def test_wrap_takes_over_state_that_there_is(tmp_path: Path) -> None:
+    make = OPTIMIZERS["momentum"]
     model = case("gpt").model
     plain = make(model.parameters())
     go_on(model, plain, 0, 2)
@@ -186,20 +191,21 @@ def test_wrap_takes_over_state_that_there_is(name: str, tmp_path: Path) -> None:
     assert_near(found, other)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adamw", "lion"]))
-@pytest.mark.parametrize("dtype", ["bf16", "8bit"])
-def test_a_checkpoint_resumes_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
-    make = OPTIMIZERS[name]
-    wanted = trained(make, tmp_path / "whole", optimizer_state_dtype=dtype, **ON_HOST)
-    model, optimizer = wrapped(make, tmp_path / "a", optimizer_state_dtype=dtype)
-    go_on(model, optimizer, 0, 3)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("adamw", "bf16"), ("lion", "8bit"), ("adamw", "8bit, some fp32"), ("adamw", "split masters, 8bit")],
+)
+def test_a_checkpoint_resumes_bit_for_bit(name: str, form: str, tmp_path: Path) -> None:
+    """Somewhere else, and from chunks of another size."""
+    make, settings = OPTIMIZERS[name], FORMS[form]
+    wanted = trained(make, tmp_path / "whole", **settings, **ON_HOST)
+    model, optimizer = wrapped(make, tmp_path / "a", **settings)
+    go_on(model, optimizer, 0, 2)
     infinity.save(optimizer, tmp_path / "saved")
     infinity.close(optimizer)
-    model, optimizer = wrapped(
-        make, tmp_path / "b", optimizer_state_dtype=dtype, chunk_elements=131072, **ON_HOST
-    )
+    model, optimizer = wrapped(make, tmp_path / "b", **settings, chunk_elements=131072, **RESIDENT)
     infinity.load(optimizer, tmp_path / "saved")
-    go_on(model, optimizer, 3, STEPS)
+    go_on(model, optimizer, 2, STEPS)
     assert_equal(state_of(model), wanted)
     infinity.close(optimizer)
 
@@ -218,34 +224,41 @@ def as_kept(kind: str, value: torch.Tensor, dtype: str) -> torch.Tensor:
     ("first", "second"),
     [
         ("bf16", "fp32"),
-        ("fp32", "bf16"),
-        ("8bit", "fp32"),
         ("fp32", "8bit"),
-        ("bf16", "8bit"),
-        ("8bit", "8bit"),
+        ("8bit", "bf16, some fp32"),
+        ("8bit, some fp32", "8bit, others fp32"),
+        ("8bit, some fp32", "bf16"),
+        ("whole masters", "split masters"),
+        ("split masters", "whole masters"),
     ],
 )
-def test_checkpoints_and_state_dicts_are_exchanged_between_dtypes(
+def test_checkpoints_and_state_dicts_are_exchanged_between_forms(
     first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infinity.api.load._AT_ONCE", 512)  # so that one segment takes several
     monkeypatch.setattr("infinity.optim.pieces._SLICE", 512)
-    make = OPTIMIZERS["adamw"]
-    model, optimizer = wrapped(make, tmp_path / "a", optimizer_state_dtype=first)
-    go_on(model, optimizer, 0, 3)
+    make, here = OPTIMIZERS["adamw"], FORMS[second]
+    model, optimizer = wrapped(make, tmp_path / "a", **FORMS[first])
+    go_on(model, optimizer, 0, 2)
     infinity.save(optimizer, tmp_path / "saved")
     before, saved = state_of(model), optimizer.state_dict()
     infinity.close(optimizer)
+    assert all(v.dtype is torch.float32 for one in saved["state"].values() for v in one.values())
+    fp32, form = matching(here.get("optimizer_state_fp32", ())), here.get("optimizer_state_dtype", "fp32")
     wanted = {
-        name: {k: v if k == "value" else as_kept(k, v, second) for k, v in kinds.items()}
+        name: {
+            k: v if k == "value" else as_kept(k, v, "fp32" if name in fp32 else form)
+            for k, v in kinds.items()
+        }
         for name, kinds in before.items()
     }
-    model, optimizer = wrapped(make, tmp_path / "b", optimizer_state_dtype=second, chunk_elements=65536)
+    model, optimizer = wrapped(make, tmp_path / "b", **here, chunk_elements=131072)
     infinity.load(optimizer, tmp_path / "saved")
     assert_equal(state_of(model), wanted)
-    go_on(model, optimizer, 3, 4)
-    infinity.load(optimizer, tmp_path / "saved")
+    go_on(model, optimizer, 2, 3)
     optimizer.load_state_dict(saved)
+    if "dtype" not in here:  # elsewhere the masters are in it
+        model.load_state_dict({name: kinds["value"] for name, kinds in before.items()})
     assert_equal(state_of(model), wanted)
     infinity.close(optimizer)
 
@@ -272,42 +285,25 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_lends_its_values(tmp_p
     infinity.close(optimizer)
 
 
-def test_a_state_dict_that_lacks_an_option_is_refused(tmp_path: Path) -> None:
-    _, optimizer = wrapped(OPTIMIZERS["adamw"], tmp_path)
-    plain = OPTIMIZERS["sgd"](case("gpt").model.parameters())
-    with pytest.raises(StateDictError, match="betas"):
-        optimizer.load_state_dict(plain.state_dict())
-    infinity.close(optimizer)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"exp_avg": [1.0]}, {"step": -1.0}, {"exp_avg_sq": torch.zeros(3)}], ids=str
-)
-def test_state_that_is_no_state_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_state_that_is_no_state_is_refused(tmp_path: Path) -> None:
     model, optimizer = wrapped(OPTIMIZERS["adamw"], tmp_path)
-    go_on(model, optimizer, 0, 2)
-    before = state_of(model)
-    bad = copy.deepcopy(optimizer.state_dict())
-    bad["state"][0] |= wrong
-    with pytest.raises(StateDictError):
-        optimizer.load_state_dict(bad)
+    go_on(model, optimizer, 0, 1)
+    before, wrong = state_of(model), optimizer.state_dict()
+    bad: dict[str, Any]
+    for bad in ({"exp_avg": [1.0]}, {"step": -1.0}, {"exp_avg_sq": torch.zeros(3)}):
+        states = {**wrong["state"], 0: {**wrong["state"][0], **bad}}
+        with pytest.raises(StateDictError):
+            optimizer.load_state_dict({**wrong, "state": states})
+    with pytest.raises(StateDictError, match="betas"):  # it lacks an option
+        optimizer.load_state_dict(OPTIMIZERS["sgd"](case("gpt").model.parameters()).state_dict())
+    with pytest.raises(StateDictError):  # of another model
+        optimizer.load_state_dict({**wrong, "param_groups": [{**wrong["param_groups"][0], "params": [0]}]})
     assert_equal(state_of(model), before)
     infinity.close(optimizer)
 
 
-def test_a_momentum_that_comes_after_wrap_is_refused(tmp_path: Path) -> None:
-    model, optimizer = wrapped(OPTIMIZERS["sgd"], tmp_path)
-    loss_of(model, 0).backward()
-    optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(OptimizerTypeError, match="momentum"):
-        optimizer.step()
-    optimizer.param_groups[0]["momentum"] = 0
-    optimizer.step()
-    infinity.close(optimizer)
-
-
-@pytest.mark.parametrize("update", ["sync", "backward"])
-def test_a_momentum_that_begins_later_is_torchs(update: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("update", "saves"), [("sync", True), ("backward", False)])
+def test_a_momentum_that_begins_later_is_torchs(update: str, saves: bool, tmp_path: Path) -> None:
     """The first update with one is not dampened. A checkpoint knows whether there was one."""
 
     def make(params: Any) -> torch.optim.SGD:
@@ -324,11 +320,10 @@ def test_a_momentum_that_begins_later_is_torchs(update: str, tmp_path: Path) -> 
 
     plain = case("gpt").model
     train(plain, make(plain.parameters()), save=False)
-    for save in (False, True):
-        model, optimizer = wrapped(make, tmp_path / f"{save}", **ON_HOST, update=update, accumulation=1)
-        train(model, optimizer, save)
-        assert_near(state_of(model), plain)
-        infinity.close(optimizer)
+    model, optimizer = wrapped(make, tmp_path, **ON_HOST, update=update, accumulation=1)
+    train(model, optimizer, saves)
+    assert_near(state_of(model), plain)
+    infinity.close(optimizer)
 
 
 def test_a_skipped_step_does_not_advance_the_rounding(tmp_path: Path) -> None:
@@ -386,16 +381,15 @@ def test_hooks_from_before_wrap_run(tmp_path: Path) -> None:
     infinity.close(optimizer)
 
 
-@pytest.mark.processes
-def test_our_optimizers_are_found_without_an_import_of_their_own() -> None:
-    done = python("-c", "import infinity; print(infinity.optim.Lion.__name__)")
-    assert done.stdout == "Lion\n", done.stderr
-
-
 def lion_of(module: str, **attributes: Any) -> Make:
     """Return a Lion as another library has it: by its place, and what it keeps beside the groups."""
     kind = type("Lion", (Lion,), {"__module__": module, **attributes})
     return lambda params: kind(params, lr=1e-3, weight_decay=0.1)  # type: ignore[no-any-return]
+
+
+def of_accelerate(params: Any) -> torch.optim.Optimizer:
+    kind = type("AcceleratedOptimizer", (torch.optim.AdamW,), {"__module__": "accelerate.optimizer"})
+    return kind(params)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -417,6 +411,7 @@ def test_a_lion_of_another_library_is_one(make: Make, tmp_path: Path) -> None:
         (lion_of("lion_pytorch.lion_pytorch", decoupled_wd=True), "decoupled_weight_decay"),
         (lion_of("bitsandbytes.optim.lion", args=SimpleNamespace(optim_bits=8)), "optim_bits"),
         (lion_of("somebody.lion"), "cannot be offloaded"),
+        (of_accelerate, "wrap` first"),
         (lambda p: torch.optim.LBFGS(p), "torch.optim"),
         (lambda p: torch.optim.Adafactor(p), "Adafactor"),
         (lambda p: torch.optim.RMSprop(p), "RMSprop"),
@@ -430,32 +425,20 @@ def test_what_is_not_supported_is_refused(make: Make, found: str, tmp_path: Path
         wrapped(make, tmp_path)
 
 
-def test_an_optimizer_that_accelerate_has_prepared_comes_too_late(tmp_path: Path) -> None:
-    kind = type("AcceleratedOptimizer", (torch.optim.AdamW,), {"__module__": "accelerate.optimizer"})
-    with pytest.raises(OptimizerTypeError, match="wrap` first"):
-        wrapped(lambda params: kind(params), tmp_path)
-
-
 def test_a_momentum_that_there_is_no_room_for_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    def wrapped_sgd(momentum: float) -> Any:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        model, optimizer = infinity.wrap(model, sgd, infinity.Config(device="cpu", host_memory="64MiB"))
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        return optimizer
-
-    optimizer = wrapped_sgd(0.9)
-    infinity.save(optimizer, tmp_path / "saved")
-    saved = optimizer.state_dict()
+    model, optimizer = wrapped(OPTIMIZERS["momentum"], tmp_path / "a")
+    go_on(model, optimizer, 0, 1)
+    path, saved = infinity.save(optimizer, tmp_path / "saved"), optimizer.state_dict()
     infinity.close(optimizer)
-    optimizer = wrapped_sgd(0.0)
-    for load in (
-        lambda: infinity.load(optimizer, tmp_path / "saved"),
-        lambda: optimizer.load_state_dict(saved),
-    ):
+    model, optimizer = wrapped(OPTIMIZERS["sgd"], tmp_path / "b")
+    for load in (lambda: infinity.load(optimizer, path), lambda: optimizer.load_state_dict(saved)):
         with pytest.raises(StateDictError, match="has a momentum"):
             load()
     assert optimizer.param_groups[0]["momentum"] == 0.0
+    loss_of(model, 0).backward()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(OptimizerTypeError, match="momentum"):
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0
     optimizer.step()
+    infinity.close(optimizer)

@@ -17,7 +17,7 @@ from infinity.hardware import adam_reference, cpu_adam
 from infinity.hardware.cpu_adam import RULES, SGD, Adagrad, Adam, Lion, Options, Segment, rounding_key
 from infinity.optim.rules import rule_of
 
-from .test_cpu_adam import bits, same, values
+from .device_bits import bits, same, values
 from .whole import OPTIMIZERS
 
 ISAS = cpu_adam.available_isas()

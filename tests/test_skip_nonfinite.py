@@ -39,7 +39,7 @@ def run(model: nn.Module, optimizer: Any, plain: bool) -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "backward"])
+@pytest.mark.parametrize("place", ["device", "nvme", "split"])
 def test_parameters_moments_and_counts_stay(place: str, tmp_path: Path) -> None:
     make = OPTIMIZERS["adamw"]
     found = []
@@ -57,9 +57,8 @@ def test_parameters_moments_and_counts_stay(place: str, tmp_path: Path) -> None:
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("update", ["overlap", "delayed"])
-def test_bf16_goes_on_behind_a_skipped_step(update: str, tmp_path: Path) -> None:
-    settings = {"update": update, "delay_warmup_steps": 0} if update == "delayed" else {"update": update}
+def test_bf16_goes_on_behind_a_skipped_step(tmp_path: Path) -> None:
+    settings = {"update": "delayed", "delay_warmup_steps": 0}
     model = case("gpt").model
     config = config_for(tmp_path, dtype="bf16", skip_nonfinite=True, max_grad_norm=1.0, **settings)
     model, optimizer = infinity.wrap(model, OPTIMIZERS["adamw"](model.parameters()), config)

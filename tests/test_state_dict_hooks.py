@@ -22,8 +22,9 @@ def values_of(number: float) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(value, number) for name, value in Net().state_dict().items()}
 
 
-@places
-@pytest.mark.parametrize("where", ["", "layers", "layers.0", "layers.1"])
+@pytest.mark.parametrize(
+    ("place", "where"), [("nvme", ""), ("host", "layers"), ("device", "layers.1"), ("nvme", "layers.0")]
+)
 def test_an_edit_by_a_hook_is_in_the_state_dict(where: str, place: str, tmp_path: Path) -> None:
     with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
         train(model, optimizer, range(1))
@@ -38,6 +39,7 @@ def test_an_edit_by_a_hook_is_in_the_state_dict(where: str, place: str, tmp_path
 
 @places
 def test_a_hook_that_raises_leaves_no_copies(place: str, tmp_path: Path) -> None:
+    """And what the model shows afterwards are its present values."""
     with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
         train(model, optimizer, range(1))
         made: list[weakref.ref[torch.Tensor]] = []
@@ -50,43 +52,27 @@ def test_a_hook_that_raises_leaves_no_copies(place: str, tmp_path: Path) -> None
 
         handles = [model.layers[0].register_state_dict_post_hook(note)]
         handles.append(model.layers[1].register_state_dict_pre_hook(fail))
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError):  # it would be kept, with the frames that hold the copies
             model.state_dict()
         gc.collect()
         assert made
         assert not any(ref() is not None for ref in made)
         for handle in handles:
             handle.remove()
+        with contextlib.suppress(infinity.InfinityError):  # where it is released
+            assert model.layers[1].weight.detach().numel()
         train(model, optimizer, range(1, 2))
         state = model.state_dict()
+        with contextlib.suppress(infinity.InfinityError):
+            assert torch.equal(model.layers[1].bias.detach(), state["layers.1.bias"])
         with infinity.gathered(model):
             assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
 
 
-@places
-def test_after_a_hook_that_raised_detach_shows_present_values(place: str, tmp_path: Path) -> None:
-    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
-        train(model, optimizer, range(1))
-
-        def fail(*_: Any) -> None:
-            raise KeyError("mine")
-
-        handle = model.layers[1].register_state_dict_pre_hook(fail)
-        with contextlib.suppress(KeyError):
-            model.state_dict()
-        handle.remove()
-        layer = model.layers[1]
-        with contextlib.suppress(infinity.InfinityError):
-            assert layer.weight.detach().numel()
-        train(model, optimizer, range(1, 2))
-        seen = []
-        with contextlib.suppress(infinity.InfinityError):
-            seen.append(layer.bias.detach().clone())
-        assert all(torch.equal(bias, model.state_dict()["layers.1.bias"]) for bias in seen)
-
-
-@places
-@pytest.mark.parametrize("inner", [lambda m: m, lambda m: m.layers, lambda m: m.layers[1]])
+@pytest.mark.parametrize(
+    ("place", "inner"),
+    [("nvme", lambda m: m), ("host", lambda m: m.layers), ("device", lambda m: m.layers[1])],
+)
 def test_a_state_dict_inside_of_one(inner: Callable[[Any], nn.Module], place: str, tmp_path: Path) -> None:
     with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
         train(model, optimizer, range(1))
@@ -118,9 +104,8 @@ def _gather(model: nn.Module, *, write: bool) -> None:
         assert next(model.parameters()).numel()
 
 
-@places
-@pytest.mark.parametrize("look", list(LOOKS))
-@pytest.mark.parametrize("where", ["layers.1", "layers"])
+@pytest.mark.parametrize("place", ["nvme", "device"])
+@pytest.mark.parametrize(("look", "where"), zip(LOOKS, 2 * ["layers.1", "layers"], strict=True))
 def test_a_look_by_a_load_hook_keeps_no_old_values(where: str, look: str, place: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = Net()
@@ -138,17 +123,12 @@ def test_a_look_by_a_load_hook_keeps_no_old_values(where: str, look: str, place:
         torch.testing.assert_close(model(x).detach(), plain(x).detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_two_loads_in_a_row_leave_the_same_masters_everywhere(dtype: str, tmp_path: Path) -> None:
+def test_two_loads_in_a_row_leave_the_same_masters_everywhere(tmp_path: Path) -> None:
     """The first load counts: what the second brings back is rounded then."""
     states = []
     for place in ("nvme", "host", "device", "resident", "between"):
-        with wrapped(tmp_path / place, place, dtype=dtype) as (model, optimizer):
-            for seed in range(3):
-                torch.manual_seed(seed)
-                optimizer.scale(model(torch.randn(4, 40))).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        with wrapped(tmp_path / place, place, dtype="fp16") as (model, optimizer):
+            train(model, optimizer, range(3))
             saved = {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict({name: value * 2 for name, value in saved.items()})
             model.load_state_dict(saved)

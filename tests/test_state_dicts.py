@@ -44,21 +44,6 @@ def test_state_dicts_travel_both_ways(config: infinity.Config) -> None:
     infinity.close(optimizer)
 
 
-def test_a_state_dict_of_another_model_is_refused_and_nothing_changes(wrapped: Wrapped) -> None:
-    model, optimizer = wrapped
-    train(model, optimizer, 1)
-    before = model.state_dict()
-    state = optimizer.state_dict()
-    state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:-1]
-    with pytest.raises(StateDictError):
-        optimizer.load_state_dict(state)
-    state = optimizer.state_dict()
-    state["state"][0]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(StateDictError):
-        optimizer.load_state_dict(state)
-    assert same(model.state_dict(), before)
-
-
 def test_a_state_dict_that_does_not_fit_is_refused(config: infinity.Config) -> None:
     engine_config = config.replace(host_memory="2MiB", chunk_elements=65536)
     model, optimizer = infinity.wrap(*build(), engine_config)
@@ -101,7 +86,7 @@ def placed(folder: Path, place: str, **settings: Any) -> infinity.Config:
     return infinity.Config(**settings, nvme=folder if place == "nvme" else None)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["device", "nvme"])
 def test_torchs_distributed_state_dicts_are_no_step(place: str, tmp_path: Path) -> None:
     """torch begins a state that is false by a step, at a rate of 0 and with gradients of 0."""
     model, optimizer = infinity.wrap(*build(), placed(tmp_path, place))
@@ -129,9 +114,10 @@ def test_torchs_distributed_state_dicts_are_no_step(place: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("place", "settings", "flat"),
     [
-        *((place, {}, flat) for place in PLACES for flat in (False, True)),
-        *(("host", {"dtype": "bf16"}, flat) for flat in (False, True)),
-        *(("nvme", {"update": "delayed", "dtype": dtype}, True) for dtype in ("fp32", "bf16")),
+        ("device", {}, True),
+        ("nvme", {}, False),
+        ("host", {"dtype": "bf16"}, True),
+        ("nvme", {"update": "delayed", "dtype": "bf16"}, True),
         ("host", {"update": "delayed"}, False),
     ],
 )
@@ -176,38 +162,6 @@ def test_a_distributed_checkpoint_goes_on_with_the_same_bits(
     infinity.close(optimizer)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_torchs_distributed_state_dicts_travel_both_ways(
-    options: dict[str, Any], config: infinity.Config
-) -> None:
-    reference, torch_optimizer = build()
-    train(reference, torch_optimizer)
-    del reference.unused  # without state in torch, whose own load refuses that
-    torch_optimizer.param_groups[0]["params"] = [*reference.parameters()]
-    fresh, fresh_optimizer = build(seed=9)
-    del fresh.unused
-    fresh_optimizer.param_groups[0]["params"] = [*fresh.parameters()]
-    model, optimizer = infinity.wrap(fresh, fresh_optimizer, config)
-    chosen = dist_state.StateDictOptions(**options)
-    for one, other in (((reference, torch_optimizer), (model, optimizer)), ((model, optimizer), None)):
-        given = dist_state.get_state_dict(*one, options=chosen)
-        if other is None:
-            other = build(seed=5)
-            del other[0].unused
-            other[1].param_groups[0]["params"] = [*other[0].parameters()]
-        dist_state.set_state_dict(
-            *other, model_state_dict=given[0], optim_state_dict=given[1], options=chosen
-        )
-        assert same(other[0].state_dict(), reference.state_dict())
-        for mine, theirs in zip(
-            other[1].state_dict()["state"].values(),
-            torch_optimizer.state_dict()["state"].values(),
-            strict=True,
-        ):
-            assert equal(mine, theirs)
-    infinity.close(optimizer)
-
-
 def test_the_optimizer_from_before_wrap_is_refused_and_keeps_its_rate(config: infinity.Config) -> None:
     model, mine = build()
     state = mine.state
@@ -240,7 +194,7 @@ def test_the_state_is_true_and_has_no_entries(wrapped: Wrapped) -> None:
         optimizer.state[model.head.weight]["exp_avg"] = torch.zeros(())
 
 
-@pytest.mark.parametrize("name", ALL_OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "muon"])
 def test_every_rule_names_what_a_flat_state_dict_has(name: str) -> None:
     options = dist_state.StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -261,82 +215,29 @@ def test_every_rule_names_what_a_flat_state_dict_has(name: str) -> None:
     infinity.close(back)
 
 
-def test_a_flat_state_dict_of_torch_that_has_no_state_loads() -> None:
-    options = dist_state.StateDictOptions(flatten_optimizer_state_dict=True)
-    plain = build()[0]
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
-    train(plain, sgd, 1)
-    flat = dist_state.get_optimizer_state_dict(plain, sgd, options=options)
-    model = build()[0]
-    made = infinity.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), infinity.Config(device="cpu"))
-    dist_state.set_optimizer_state_dict(*made, flat, options=options)
-    assert made[1].param_groups[0]["lr"] == 0.05
-    infinity.close(made[1])
-
-
 ON_RANKS = """
-import json, sys
-import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dist_state
-import infinity
-from tests.small_net import build, same, train
-from tests.test_state_dicts import equal, named
-
-every = json.loads(sys.argv[2])
-config = infinity.Config(**json.loads(sys.argv[1]))
-model, optimizer = infinity.wrap(*build(), config)
-train(model, optimizer, 2)
-before, of_names, weights = optimizer.state_dict(), named(model, optimizer), model.state_dict()
-given = {}
-for number, options in enumerate(every):
-    chosen = dist_state.StateDictOptions(**options)
-    found = given[number] = dist_state.get_optimizer_state_dict(model, optimizer, options=chosen)
-    if dist.is_initialized() and dist.get_rank() and chosen.cpu_offload and chosen.full_state_dict:
-        assert found == {}, found.keys()  # what torch leaves on the first rank alone
-    elif not chosen.flatten_optimizer_state_dict:
-        assert all(equal(found["state"][name], values) for name, values in of_names.items())
-    assert equal(optimizer.state_dict(), before)
-assert optimizer.steps == 2
-wanted = train(model, optimizer, 1)
-infinity.close(optimizer)
-for number, options in enumerate(every):
-    model, optimizer = infinity.wrap(*build(seed=3), config)
-    if options.get("cpu_offload"):  # of the first rank, for all
-        options = {"full_state_dict": True, "broadcast_from_rank0": True}
-    chosen = dist_state.StateDictOptions(**options)
-    model.load_state_dict(weights)
-    dist_state.set_optimizer_state_dict(model, optimizer, given[number], options=chosen)
-    assert equal(optimizer.state_dict()["state"], before["state"])
-    assert train(model, optimizer, 1) == wanted
-    infinity.close(optimizer)
-"""
-
-
-@pytest.mark.parametrize(
-    ("place", "count"), [("device", 1), pytest.param("nvme", len(OPTIONS), marks=pytest.mark.integration)]
-)
-def test_torchs_distributed_state_dicts_on_ranks(place: str, count: int, tmp_path: Path) -> None:
-    settings = {"device": "cpu", "host_memory": "64MiB", **PLACES[place], "zero_stage": 3}
-    settings |= {"nvme": str(tmp_path)} if place == "nvme" else {}
-    arguments = json.dumps(settings), json.dumps(OPTIONS[:count])
-    all_well(run_ranks(2, ON_RANKS, *arguments, seconds=120, imports=[dist_state.__name__]))
-
-
-BROADCAST = """
 import json, sys
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dist_state
 import infinity
 from infinity.core.errors import DivergenceError
 from tests.small_net import build, train
-from tests.test_state_dicts import equal
+from tests.test_state_dicts import OPTIONS, equal, named
 
 config = infinity.Config(**json.loads(sys.argv[1]))
 model, optimizer = infinity.wrap(*build(), config)
 train(model, optimizer, 2)
 weights = model.state_dict()
 states = dist_state.get_optimizer_state_dict(model, optimizer)
-before = optimizer.state_dict()["state"]
+before, of_names = optimizer.state_dict()["state"], named(model, optimizer)
+for given in OPTIONS:
+    chosen = dist_state.StateDictOptions(**given)
+    found = dist_state.get_optimizer_state_dict(model, optimizer, options=chosen)
+    if dist.get_rank() and chosen.cpu_offload:
+        assert found == {}, found.keys()  # what torch leaves on the first rank alone
+    elif not chosen.flatten_optimizer_state_dict:
+        assert all(equal(found["state"][name], values) for name, values in of_names.items())
+assert optimizer.steps == 2 and equal(optimizer.state_dict()["state"], before)
 wanted = train(model, optimizer, 1)
 infinity.close(optimizer)
 
@@ -366,8 +267,7 @@ infinity.close(optimizer)
 """
 
 
-@pytest.mark.parametrize("place", ["device", pytest.param("nvme", marks=pytest.mark.integration)])
-def test_a_model_that_only_some_ranks_would_load_is_refused_on_all(place: str, tmp_path: Path) -> None:
-    settings = {"device": "cpu", "host_memory": "64MiB", **PLACES[place], "zero_stage": 3}
-    settings |= {"nvme": str(tmp_path)} if place == "nvme" else {}
-    all_well(run_ranks(2, BROADCAST, json.dumps(settings), seconds=120, imports=[dist_state.__name__]))
+def test_torchs_distributed_state_dicts_on_ranks(tmp_path: Path) -> None:
+    """A model that only some ranks would load is refused on all."""
+    settings = {"device": "cpu", "nvme": str(tmp_path), "host_memory": "64MiB", **ON_NVME, "zero_stage": 3}
+    all_well(run_ranks(2, ON_RANKS, json.dumps(settings), seconds=120, imports=[dist_state.__name__]))

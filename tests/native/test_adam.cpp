@@ -127,6 +127,17 @@ struct State {
          moment_dtype == Dtype::log8 && rule == Rule::adam ? square_scales.as<uint32_t>() : nullptr},
         split ? master.as<uint16_t>() : nullptr};
   }
+  // As `update` has it of a million elements or more: it writes `out` past the caches.
+  void update_past_the_caches(const Segment& s) const {
+    Scalars scalars = derive(rule, s);
+    for (int64_t begin = 0, end; begin < s.numel; begin = end) {
+      const uint64_t index = static_cast<uint64_t>(s.first + begin);
+      const int64_t same = (int64_t{1} << 32) - static_cast<int64_t>(index & 0xffffffffu);
+      end = s.numel - begin < same ? s.numel : begin + same;
+      scalars.upper = static_cast<uint32_t>(index >> 32), scalars.first = static_cast<uint32_t>(index);
+      kernels().update(buffers(), s.start + begin, s.start + end, scalars, true);
+    }
+  }
   bool operator==(const State& s) const {
     return master == s.master && exp_avg == s.exp_avg && exp_avg_sq == s.exp_avg_sq && out == s.out &&
            scales == s.scales && square_scales == s.square_scales;
@@ -195,13 +206,12 @@ void writes_past_the_caches_end_where_they_should() {
   State expected(n, Dtype::bf16, Dtype::bf16, 0);
   use_isa("scalar");
   update(expected.buffers(), &s, 1);
-  for (int i = 0; i < count; ++i)
-    for (int64_t shift : {0, 7}) {
-      use_isa(names[i]);
-      State found(n, Dtype::bf16, Dtype::bf16, shift);
-      update(found.buffers(), &s, 1);
-      CHECK(found == expected, "%s", names[i]);
-    }
+  for (int i = 0; i < count; ++i) {
+    use_isa(names[i]);
+    State found(n, Dtype::bf16, Dtype::bf16, 7);
+    update(found.buffers(), &s, 1);
+    CHECK(found == expected, "%s", names[i]);
+  }
   State moved(n, Dtype::bf16, Dtype::bf16, 0), as_it_was(n, Dtype::bf16, Dtype::bf16, 0);
   measure(moved.buffers(), n, true);
   CHECK(moved.out == moved.grad, "the traffic of an update copies the gradient");
@@ -214,7 +224,7 @@ void every_rule_and_dtype_of_moments_gives_the_same_bits() {
   for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
     for (Dtype m : {Dtype::f32, Dtype::bf16})
       for (Dtype o : {Dtype::none, Dtype::bf16})
-        for (int64_t n : {1, 33, 1000, (1 << 20) + 13}) {
+        for (int64_t n : {1, 33, 1000, 10007}) {  // the last is several tasks
           Segment s = whole(n);
           use_isa("scalar");
           State expected(n, Dtype::bf16, o, 0, m, rule);
@@ -229,6 +239,10 @@ void every_rule_and_dtype_of_moments_gives_the_same_bits() {
             parts[1].start = n / 3, parts[1].first += n / 3, parts[1].numel = n - n / 3;
             update(cut.buffers(), parts, 2);
             CHECK(cut == expected, "cut, rule %d, moments %d, %s", int(rule), int(m), names[i]);
+            if (o == Dtype::none) continue;
+            State past(n, Dtype::bf16, o, 5, m, rule);
+            past.update_past_the_caches(s);
+            CHECK(past == expected, "past the caches, rule %d, moments %d, %s", int(rule), int(m), names[i]);
           }
         }
 }
@@ -239,8 +253,8 @@ void moments_in_8_bits_have_the_same_bits() {
   for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
     for (Dtype g : kDtypes)
       for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
-        for (int64_t n : {1, 15, 255, 256, 257, 300, 2003, (1 << 20) + 13}) {  // the last past the caches
-          if (n > 2003 && (rule != Rule::adam || g != Dtype::bf16 || o != Dtype::bf16)) continue;
+        for (int64_t n : {1, 15, 255, 256, 257, 300, 2003, 10007}) {  // the last is several tasks
+          if (n > 2003 && (g != Dtype::bf16 || o != Dtype::bf16)) continue;
           Segment s = whole(n);
           s.first = (int64_t{1} << 32) - 2 * kBlock;
           if (g == Dtype::f32) s.flag = 0, s.maximize = 1, s.a = 0.2;
@@ -253,7 +267,6 @@ void moments_in_8_bits_have_the_same_bits() {
           for (int i = 0; i < count; ++i) {
             use_isa(names[i]);
             for (int64_t shift : {0, 3}) {
-              if (n > 2003 && shift == 0) continue;
               State found(n, g, o, shift, Dtype::log8, rule);
               update(found.buffers(), &s, 1);
               CHECK(found == expected, "%s n=%d rule=%d grad=%d out=%d", names[i], int(n), int(rule), int(g),
@@ -265,6 +278,11 @@ void moments_in_8_bits_have_the_same_bits() {
             parts[1].start = half, parts[1].first += half, parts[1].numel = n - half;
             update(cut.buffers(), parts, 2);
             CHECK(cut == expected, "cut, %s n=%d rule=%d", names[i], int(n), int(rule));
+            if (o != Dtype::none && n <= 2003) {
+              State past(n, g, o, 1, Dtype::log8, rule);
+              past.update_past_the_caches(s);
+              CHECK(past == expected, "past the caches, %s n=%d rule=%d", names[i], int(n), int(rule));
+            }
             if (n != 2003) continue;  // of a gap between blocks nothing is touched
             State gap(n, g, o, 5, Dtype::log8, rule);
             parts[0].numel = kBlock + 44;
@@ -304,6 +322,9 @@ void a_split_master_has_the_same_bits() {
               update(found.buffers(), &s, 1);
               CHECK(found == expected, "%s n=%d rule=%d grad=%d moments=%d", names[i], int(n), int(rule),
                     int(g), int(m));
+              State past(n, g, Dtype::bf16, shift, m, rule, true);
+              past.update_past_the_caches(s);
+              CHECK(past == expected, "past the caches, %s n=%d rule=%d", names[i], int(n), int(rule));
             }
         }
 }
@@ -324,18 +345,16 @@ void fill_special(float* p, int64_t n, uint32_t seed) {
       std::memcpy(p + i, kSpecial + k, 4);
 }
 
-void make_special(State& s, int64_t n) {
-  std::vector<float> wide(n);
+void make_special(State& s, int64_t n, const std::vector<float> (&wide)[4]) {
   use_isa("scalar");
-  auto put = [&](const Block& to, Dtype d, uint32_t seed) {
-    fill_special(wide.data(), n, seed);
-    convert(to.data(), d, wide.data(), Dtype::f32, n);  // nothing, to codes
+  auto put = [&](const Block& to, Dtype d, const std::vector<float>& values) {
+    convert(to.data(), d, values.data(), Dtype::f32, n);  // nothing, to codes
   };
-  if (s.split) put(s.out, s.out_dtype, 1);
-  else put(s.master, Dtype::f32, 1);
-  put(s.exp_avg, s.moment_dtype, 2);
-  put(s.exp_avg_sq, s.moment_dtype, 3);
-  put(s.grad, s.grad_dtype, 4);
+  if (s.split) put(s.out, s.out_dtype, wide[0]);
+  else put(s.master, Dtype::f32, wide[0]);
+  put(s.exp_avg, s.moment_dtype, wide[1]);
+  put(s.exp_avg_sq, s.moment_dtype, wide[2]);
+  put(s.grad, s.grad_dtype, wide[3]);
   for (int64_t k = 1; k < blocks_of(n, s.moment_dtype); k += 3)  // the last codes are Inf and NaN
     s.scales.as<uint32_t>()[k] = s.square_scales.as<uint32_t>()[k] = (0x7fcu - 127u) << 20;
 }
@@ -365,7 +384,9 @@ bool same_codes(const Block& a, const Block& b, const Block& scales, int64_t n) 
 void special_values_have_the_same_bits() {
   const char* names[3];
   const int count = available_isas(names);
-  const int64_t n = 10007;
+  const int64_t n = 2003;
+  std::vector<float> wide[4];
+  for (uint32_t k = 0; k < 4; ++k) wide[k].resize(n), fill_special(wide[k].data(), n, k + 1);
   for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
     for (Dtype m : {Dtype::f32, Dtype::bf16, Dtype::log8})
       for (Dtype g : kDtypes)
@@ -377,12 +398,12 @@ void special_values_have_the_same_bits() {
             if (g == Dtype::bf16) s.flag = 0, s.maximize = 1, s.a = 0.2;  // weight decay in the gradient
             if (g == Dtype::f16) s.weight_decay = 0, s.step = 1, s.c = 0;
             State expected(n, g, o, 0, m, rule, split);
-            make_special(expected, n);
+            make_special(expected, n, wide);
             use_isa("scalar");
             update(expected.buffers(), &s, 1);
             for (int i = 1; i < count; ++i) {
               State found(n, g, o, 1, m, rule, split);
-              make_special(found, n);
+              make_special(found, n, wide);
               use_isa(names[i]);
               update(found.buffers(), &s, 1);
               bool same = found.scales == expected.scales && found.square_scales == expected.square_scales;
@@ -436,7 +457,7 @@ void gaps_are_not_touched() {
 void sums_and_conversions_agree() {
   const char* names[3];
   int count = available_isas(names);
-  for (int64_t n : {0, 1, 127, 128, 129, 65535, 65536, 65537, 150001})
+  for (int64_t n : {0, 1, 127, 128, 129, 65535, 70001})
     for (Dtype d : kDtypes)
       for (int64_t shift : {0, 1}) {
         State s(n, d, Dtype::none, shift);
@@ -464,7 +485,7 @@ void sums_and_conversions_agree() {
       }
   // Every float32 pattern of a stride that meets all exponents and all low bits.
   std::vector<uint32_t> patterns;
-  for (uint64_t bits = 0; bits < (1ull << 32); bits += 9973) patterns.push_back(static_cast<uint32_t>(bits));
+  for (uint64_t bits = 0; bits < (1ull << 32); bits += 19937) patterns.push_back(static_cast<uint32_t>(bits));
   int64_t n = static_cast<int64_t>(patterns.size());
   for (Dtype d : {Dtype::bf16, Dtype::f16}) {
     std::vector<uint16_t> expected(n), found(n);
@@ -479,7 +500,7 @@ void sums_and_conversions_agree() {
 }
 
 void several_threads_share_the_pool() {
-  const int64_t n = 200003;
+  const int64_t n = 50021;
   Segment s = whole(n);
   State expected(n, Dtype::bf16, Dtype::bf16, 0);
   update(expected.buffers(), &s, 1);
