@@ -15,7 +15,6 @@ import torch
 from infinity.core.errors import ConfigError
 from infinity.hardware.comm import Alone, connect
 
-from .hosts import BETWEEN, two_hosts
 from .ranks import Result, all_well, free_port, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -58,7 +57,7 @@ def the_error(result: Result) -> tuple[str, str]:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [3, 1])
 def test_what_ranks_compute(world: int) -> None:
     """Bit for bit: a mean is the fp32 sum in the order of the ranks, divided once."""
     script = """
@@ -104,6 +103,16 @@ total = 0.1
 for r in range(1, world):
     total += 0.1 * 3**r
 assert comm.total(0.1 * 3**rank) == total
+if world > 1:  # pieces of any sizes, also of none
+    sizes = [[(3 * i + j) % 4 * (i != 1 or j == 0) for j in range(world)] for i in range(world)]
+    mine, theirs = sizes[rank], [row[rank] for row in sizes]
+    of = torch.cat([torch.full((n,), 10.0 * rank + j) for j, n in enumerate(mine)]).bfloat16()
+    to = torch.empty(sum(theirs), dtype=torch.bfloat16)
+    sent = comm.sent
+    comm.all_to_all(to, of, theirs, mine)
+    assert comm.sent - sent == 2 * (sum(mine) - mine[rank])
+    wanted = [torch.full((n,), 10.0 * i + rank) for i, n in enumerate(theirs)]
+    assert torch.equal(to, torch.cat(wanted).bfloat16()), to
 comm.close()
 comm.close()
 assert world == 1 or dist.is_initialized()  # until the process ends
@@ -216,8 +225,9 @@ comm.close()
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("how", ["posted", "raised", "interrupted", "exited", "ended"])
+@pytest.mark.parametrize(
+    ("who", "how"), [(0, "raised"), (1, "posted"), (1, "interrupted"), (0, "exited"), (1, "ended")]
+)
 def test_a_rank_that_fails_or_ends(who: int, how: str) -> None:
     script = """
 who, how = int(sys.argv[1]), sys.argv[2]
@@ -263,8 +273,7 @@ else:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("what", ["exchange", "gather", "reduce"])
+@pytest.mark.parametrize(("who", "what"), [(0, "exchange"), (2, "gather"), (0, "reduce")])
 def test_a_rank_that_is_killed(who: int, what: str) -> None:
     script = """
 who, what = int(sys.argv[1]), sys.argv[2]
@@ -353,16 +362,15 @@ comm.close()
         assert "not come within 1 s" in text
     script = """
 dist.init_process_group("gloo")
-if dist.get_rank() != int(sys.argv[1]):
+if dist.get_rank() != 0:
     told(lambda: connect(device=CPU, timeout=0.5))
 else:
     time.sleep(1.5)
 """
-    for who in (0, 1):
-        results = run_ranks(3, START + script, str(who))
-        results.pop(who)
-        for result in results:
-            assert f"rank {who} has not come within 0.5 s" in the_error(result)[1]
+    results = run_ranks(3, START + script)
+    results.pop(0)
+    for result in results:
+        assert "rank 0 has not come within 0.5 s" in the_error(result)[1]
 
 
 @pytest.mark.first
@@ -451,7 +459,7 @@ sys.exit(3)
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("what", ["exchange", "gather", "reduce", "broadcast"])
+@pytest.mark.parametrize("what", ["exchange", "gather"])
 def test_a_collective_that_is_left_behind_does_not_end_the_interpreter(what: str, tmp_path: Path) -> None:
     first, _ = run_ranks(2, START + _LEFT_BEHIND, what, str(tmp_path / "at the end"))
     assert first == (3, "RankError\n", "")
@@ -473,30 +481,6 @@ for late in range(3):
     all_well(run_ranks(3, START + script, *(str(free_port()) for _ in range(3))))
 
 
-@pytest.mark.root
-def test_a_link_that_is_down() -> None:
-    script = """
-import subprocess
-from tests.hosts import enter
-rank = int(os.environ["RANK"])
-enter(sys.argv[1 + rank])
-comm = connect(device=CPU, timeout=60)
-DO["exchange"](comm)
-if rank == 0:
-    subprocess.run(["ip", "link", "set", "cable", "down"], check=True)
-begin = time.monotonic()
-told(DO["gather"], comm)
-assert time.monotonic() - begin < 20
-comm.close()
-"""
-    with two_hosts() as names:
-        results = run_ranks(2, START + script, *names, environment=BETWEEN)
-    for rank, result in enumerate(results):
-        kind, text = the_error(result)
-        assert kind == "RankError"
-        assert f"rank {1 - rank} is gone: its machine does not answer" in text
-
-
 EARLY = """
 import infinity
 from torch import nn
@@ -515,8 +499,7 @@ told(infinity.wrap, model, adam, infinity.Config(device="cpu", dtype="fp32"))
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("how", ["at once", "late", "late, in a group"])
+@pytest.mark.parametrize(("who", "how"), [(1, "late"), (0, "at once"), (0, "late, in a group")])
 def test_a_rank_that_fails_before_wrap(who: int, how: str) -> None:
     """The others, which wait for it to come, end with its error, long before the deadline."""
     results = run_ranks(3, START + EARLY, str(who), how, seconds=60)
@@ -606,23 +589,3 @@ for each in (program, beside):
 def test_a_rank_in_a_collective_of_another_thread_is_outside() -> None:
     """Nobody is late: a worker takes longer than the deadline."""
     all_well(run_ranks(2, START + BESIDE))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_to_all(world: int) -> None:
-    """Pieces of any sizes, also of none."""
-    script = """
-comm = connect(device=CPU)
-world = comm.world
-sizes = [[(3 * i + j) % 4 * (i != 1 or j == 0) for j in range(world)] for i in range(world)]
-mine, theirs = sizes[comm.rank], [row[comm.rank] for row in sizes]
-of = torch.cat([torch.full((n,), 10.0 * comm.rank + j) for j, n in enumerate(mine)]).bfloat16()
-to = torch.empty(sum(theirs), dtype=torch.bfloat16)
-sent = comm.sent
-comm.all_to_all(to, of, theirs, mine)
-assert comm.sent - sent == 2 * (sum(mine) - mine[comm.rank])
-wanted = [torch.full((n,), 10.0 * i + comm.rank) for i, n in enumerate(theirs)]
-assert torch.equal(to, torch.cat(wanted).bfloat16()), to
-comm.close()
-"""
-    all_well(run_ranks(world, START + script))

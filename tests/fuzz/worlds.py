@@ -19,14 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.core.sizes import MOMENT_BLOCK
-from infinity.hardware import halves
-from infinity.hardware.log_codes import decode
-from infinity.planning.parts import SQUARES
-
+from ..rank_training import DTYPES, copy_of, fp32_anyway, master_behind_edit, new_moments, wide_of
+from ..reference import cast
 from .build import Json, Root, build
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def groups_of(model: nn.Module, config: Json) -> list[Json]:
@@ -57,17 +52,6 @@ def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
         "Lion": Lion,
     }
     return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors in dicts, lists and tuples, as the engine does with the root's inputs."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {k: cast(v, dtype) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(cast(v, dtype) for v in value)
-    return value
 
 
 class World:
@@ -105,12 +89,7 @@ class PlainWorld(World):
         self.model = build(self.tree, seed)
         self.masters = {p: p.detach().float().clone() for p in self.model.parameters()}
         self.learns = {p for p in self.model.parameters() if p.requires_grad}
-        keep = {
-            p
-            for m in self.model.modules()
-            if isinstance(m, nn.modules.batchnorm._BatchNorm)
-            for p in m.parameters()
-        }
+        keep = fp32_anyway(self.model)
         self.optimizer = make_optimizer(self.model, config)
         self.rule = rule_of(self.optimizer)
         self.moments: dict[Any, list[torch.Tensor]] = {}  # in the dtype in which the engine keeps them
@@ -317,27 +296,14 @@ class PlainWorld(World):
             for p in params:
                 self._adopt(p, p.detach())
 
-    def _halves(self, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The halves of a split master."""
-        copy, low = torch.empty(p.numel(), dtype=p.dtype), torch.empty(p.numel(), dtype=torch.int16)
-        halves.split(self.masters[p].view(-1), copy, low)
-        return copy, low
-
     def _copy_of(self, p: Any) -> torch.Tensor:
-        return self._halves(p)[0].view(p.shape) if self._is_split(p) else self.masters[p]
+        return copy_of(self.masters[p], self._is_split(p))
 
     def _is_split(self, p: Any) -> bool:
         return bool(self.config.get("split_master")) and p.dtype is torch.bfloat16 and p in self.learns
 
     def _adopt(self, p: Any, value: torch.Tensor) -> None:
-        master = self.masters[p]
-        if self._is_split(p):
-            flat, low = value.reshape(-1), self._halves(p)[1]
-            low[(flat == 0) | ~flat.isfinite()] = 0
-            halves.join(flat, low, master.view(-1))
-            return
-        kept = master.to(p.dtype) == value
-        master.copy_(torch.where(kept, master, value.float()))
+        self.masters[p].copy_(master_behind_edit(self.masters[p], value, self._is_split(p)))
 
     # -- state dicts
 
@@ -398,22 +364,12 @@ class PlainWorld(World):
         kinds, moments = self.rule.moments, self.moments.get(p)
         if moments is None:
             return {"master": self.masters[p], **dict.fromkeys(kinds)}
-        if moments and moments[0].dtype is torch.uint8:
-            pairs = zip(kinds, moments[: len(kinds)], moments[len(kinds) :], strict=True)
-            wide = [decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs]
-        else:
-            wide = [m.float() for m in moments]
-        return {"master": self.masters[p], **dict(zip(kinds, wide, strict=True))}
+        return {"master": self.masters[p], **wide_of(kinds, moments)}
 
     def _new_moments(self, name: str, p: Any) -> list[torch.Tensor]:
-        numel = p.numel()
         exact = any(fnmatchcase(name, pattern) for pattern in self.config["state_fp32"])
         form = "fp32" if exact else self.config["state_dtype"]
-        count = len(self.rule.moments)
-        if form != "8bit":
-            return [torch.zeros(numel, dtype=DTYPES[form]) for _ in range(count)]
-        codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(count)]
-        return codes + [torch.zeros(-(-numel // MOMENT_BLOCK)) for _ in range(count)]
+        return new_moments(p.numel(), len(self.rule.moments), form)
 
     def close(self) -> None:
         pass
