@@ -85,15 +85,6 @@ def fp32_anyway(model: nn.Module) -> set[Any]:
     return {p for m in norms for p in m.parameters()}
 
 
-def master_behind_edit(master: torch.Tensor, value: torch.Tensor, is_split: bool) -> torch.Tensor:
-    """Return the master behind an edit of its copy to `value`; the lower halves of a split one stay."""
-    if not is_split:
-        return torch.where(master.to(value.dtype) == value, master, value.float())
-    low, flat = halves_of(master)[1], value.reshape(-1)
-    low[(flat == 0) | ~flat.isfinite()] = 0
-    return halves.join(flat, low, torch.empty(low.numel())).view(value.shape)
-
-
 def program(settings: dict[str, Any]) -> list[Step]:
     """Return what each step does."""
     turns = settings.get("accumulate", 1)
@@ -439,8 +430,10 @@ def reference(
                 after = before * value if isinstance(value, float) else value
                 if name not in halved or values is loads:
                     masters[name] = torch.where(before != after, after.float(), masters[name])
-                else:
-                    masters[name] = master_behind_edit(masters[name], after, is_split=True)
+                else:  # the lower halves stay
+                    low, flat = halves_of(masters[name])[1], after.reshape(-1)
+                    low[(flat == 0) | ~flat.isfinite()] = 0
+                    masters[name] = halves.join(flat, low, torch.empty(low.numel())).view(after.shape)
                 show(name)
         for name, factor in step.get("masters", {}).items():
             param = models[0].get_parameter(name)

@@ -414,23 +414,6 @@ comm.close()
     assert done.stdout.count("well 2 2.0") == 2
 
 
-def test_a_thread_that_waits_ends_when_its_rank_fails() -> None:
-    """The interpreter waits for such a thread before it ends, and another rank does not answer."""
-    script = """
-import threading
-comm = connect(device=CPU, timeout=30)
-if comm.rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-threading.Thread(target=told, args=(DO["gather"], comm)).start()
-time.sleep(0.2)
-raise ValueError("mine")
-"""
-    (code, out, err), stopped = run_ranks(2, START + script, seconds=20)
-    assert (code, stopped[0]) == (1, -9)
-    assert "ValueError: mine" in err
-    assert "this rank failed: ValueError" in out
-
-
 # Where a thread asks for the interpreter before its end begins, and gets it not until then, CPython ends that
 # thread. So the last that Python does here is to keep the interpreter for itself, in C, for half a second.
 _LEFT_BEHIND = """
@@ -465,22 +448,6 @@ def test_a_collective_that_is_left_behind_does_not_end_the_interpreter(what: str
     assert first == (3, "RankError\n", "")
 
 
-def test_ranks_close_in_any_order() -> None:
-    script = """
-for late in range(3):
-    comm = connect(device=CPU)
-    DO["reduce"](comm)
-    hook = sys.excepthook
-    if comm.rank == late:
-        time.sleep(0.2)
-        comm.check()
-    comm.close()
-    assert sys.excepthook is not hook
-    os.environ["MASTER_PORT"] = sys.argv[late + 1]
-"""
-    all_well(run_ranks(3, START + script, *(str(free_port()) for _ in range(3))))
-
-
 EARLY = """
 import infinity
 from torch import nn
@@ -490,7 +457,7 @@ if "group" in how:
 model = nn.Linear(8, 8)
 adam = torch.optim.AdamW(model.parameters())
 if int(os.environ["RANK"]) == who:
-    time.sleep(1.0 if "late" in how else 0.0)
+    time.sleep(0.5 if "late" in how else 0.0)
     if "exits" in how:
         sys.exit(0)
     raise ValueError("mine")
@@ -499,39 +466,38 @@ told(infinity.wrap, model, adam, infinity.Config(device="cpu", dtype="fp32"))
 
 
 @pytest.mark.first
-@pytest.mark.parametrize(("who", "how"), [(1, "late"), (0, "at once"), (0, "late, in a group")])
-def test_a_rank_that_fails_before_wrap(who: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "how"),
+    [
+        (1, "late"),
+        (0, "at once"),
+        (0, "late, in a group"),
+        (1, "exits late, from a group"),
+        (0, "exits late, from a group"),
+    ],
+)
+def test_a_rank_that_ends_before_wrap(who: int, how: str) -> None:
     """The others, which wait for it to come, end with its error, long before the deadline."""
     results = run_ranks(3, START + EARLY, str(who), how, seconds=60)
     code, _, err = results.pop(who)
-    assert code == 1
-    assert "ValueError: mine" in err
+    wanted = [f"rank {who} failed before its `wrap`: ValueError: mine"]
+    if "exits" in how:
+        wanted = [f"rank {who} ended before its `wrap`, without an exception"]
+        wanted += ["rank 0 is gone: it ended before all ranks had come to `wrap`"] * (
+            who == 0
+        )  # with its store
+    assert code == (0 if "exits" in how else 1)
+    assert "exits" in how or "ValueError: mine" in err
     for result in results:
         kind, text = the_error(result)
         assert kind == "RankError"
-        assert f"rank {who} failed before its `wrap`: ValueError: mine" in text
-
-
-@pytest.mark.first
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_exits_before_wrap(who: int) -> None:
-    """One that has joined the others' group: they end long before the deadline."""
-    results = run_ranks(3, START + EARLY, str(who), "exits late, from a group", seconds=60)
-    code, _, err = results.pop(who)
-    assert code == 0, err
-    for result in results:
-        kind, text = the_error(result)
-        assert kind == "RankError"
-        gone = "rank 0 is gone: it ended before all ranks had come to `wrap`"  # and its store with it
-        assert f"rank {who} ended before its `wrap`, without an exception" in text or (
-            not who and gone in text
-        )
+        assert any(words in text for words in wanted), text
 
 
 NAP = """
 comm = connect(device=CPU, timeout=1, notice=0.4)
 def nap():
-    time.sleep(5)
+    time.sleep(3)
 if comm.rank == 1:
     nap()
 comm.exchange("a step")
@@ -543,26 +509,12 @@ def test_a_rank_that_is_alive_and_outside_is_waited_for() -> None:
     """Beyond the deadline; and both are told where the two are, at growing intervals."""
     results = run_ranks(3, START + NAP)
     all_well(results)
-    line = (START + NAP).splitlines().index("    time.sleep(5)") + 1
+    line = (START + NAP).splitlines().index("    time.sleep(3)") + 1
     (_, _, waits), (_, _, sleeps), _ = results
     assert f"Rank 1: it is in `nap` at <rank>:{line}" in waits
     assert "in: a step (`exchange` at <rank>:" in sleeps
     assert f"This rank, 1, is in `nap` at <rank>:{line}" in sleeps
     assert 2 <= sleeps.count("has waited for") <= 6
-
-
-def test_ranks_that_wait_in_two_engines_for_each_other_end() -> None:
-    """Both are alive, but neither is outside."""
-    script = """
-one, two = (connect(device=CPU, timeout=1) for _ in range(2))
-told((one, two)[one.rank].exchange, "a step")
-for comm in (one, two):
-    comm.close()
-"""
-    for rank, result in enumerate(run_ranks(2, START + script)):
-        kind, text = the_error(result)
-        assert kind == "RankError"
-        assert f"rank {1 - rank} has not come within 1 s" in text or f"rank {1 - rank} failed" in text
 
 
 #: Rank 1 waits for its worker, which waits for that of rank 0; and the program of rank 0 waits for rank 1.
@@ -572,7 +524,7 @@ program, beside = connect(device=CPU, timeout=1), connect(device=CPU, timeout=1,
 
 def work():
     if beside.rank == 0:
-        time.sleep(3)
+        time.sleep(2)
     beside.exchange("an update")
 
 worker = threading.Thread(target=work)

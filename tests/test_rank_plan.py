@@ -193,11 +193,7 @@ def test_a_plan_shows_what_muon_takes(nvme: str, capsys: pytest.CaptureFixture[s
     alone, two = (planned(capsys, *common, *more) for more in ((), ("--ranks", "2")))
     assert alone["matrices"]["largest"] == two["matrices"]["largest"]
     assert alone["matrices"]["flops"] / 2 <= two["matrices"]["flops"] < alone["matrices"]["flops"]
-    assert alone["device"]["the update of a matrix"] == two["device"]["the update of a matrix"] > 0
     assert 0 < alone["host"]["matrix leases"] < two["host"]["matrix leases"]
-    assert run(["plan", *common, "--ranks", "2"]) == 0
-    assert "Muon orthogonalizes the matrices of a step with" in capsys.readouterr().out
-    assert planned(capsys, *common[:-2])["matrices"] is None
     for option, value in (("--update", "delayed"), ("--optimizer-state-dtype", "8bit")):
         assert run(["plan", *common, option, value]) == 2
         assert "Muon is not available with" in capsys.readouterr().err

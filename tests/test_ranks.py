@@ -175,7 +175,6 @@ DIVERGES = {
     "edits alone": (
         *(1, "with infinity.gathered(model.first, write=True): model.first.weight.data.zero_()\nstep()"),
     ),
-    "looks at a gradient alone": (2, "loss().backward()\ninfinity.gradient(model.last.weight)\nadam.step()"),
     "asks for a state dict alone": (3, "model.state_dict()\nstep()"),
     "clips to another limit": (3, CLIP.format(0.01)),
     "loads other values": (0, LOAD.format(2.0)),
@@ -183,7 +182,6 @@ DIVERGES = {
     "ends": (3, "sys.exit(0)"),
 }
 SAME = {
-    "looks at a gradient alone": "loss().backward()\nadam.step()",
     "clips to another limit": CLIP.format(0.02),
     "loads other values": LOAD.format(1.0),
     "loads another state": "adam.load_state_dict(adam.state_dict())\nstep()",
@@ -354,29 +352,10 @@ assert nothing == [["none"], ["other", "none"], ["one", "none"]], nothing
 assert model.state_dict()["none"].tolist() == [1.0] * 8
 """,
     ),
-    # At stage 2 units stay to the next step; below it ranks may use different ones, and what a rank has whole
-    # it may look at alone.
+    # Below stage 3 units stay to the next step.
     "one more forward": (
         range(3),
         "if rank:\n    with torch.no_grad(): loss()\nstep()\nprint(adam.grad_norm)",
-    ),
-    "other layers": (
-        range(2),
-        """
-for order in ([0, 2], [1, 0, 2], [0, 1, 2]):
-    model.order = order if rank else [0, 1, 2]
-    step()
-if rank:
-    model.state_dict()
-for order in ([0], [0, 1, 2]), ([1], []):  # a rank has gathered what another has not
-    model.order = [0, 1, 2]
-    step()
-    model.order = order[rank]
-    with torch.no_grad():
-        loss()
-    found = model.state_dict()
-print(float(sum(v.double().sum() for v in found.values())).hex())
-""",
     ),
 }
 EACH = """
@@ -398,10 +377,8 @@ def test_what_ranks_do_together(stage: int, tmp_path: Path) -> None:
     if ranks.DEVICE == "lagging":
         del parts["a model is moved to the CPU of its rank"]
     arguments = json.dumps(of_stage(tmp_path, stage)), json.dumps([HEAD + LOOP, parts])
-    results = run_ranks(2, EACH, *arguments, seconds=200)
-    first, second = all_well(results)
+    first, second = all_well(run_ranks(2, EACH, *arguments, seconds=200))
     assert first == second
-    assert not any("stay on the device" in err for _, _, err in results)
 
 
 WRAP = "infinity.wrap(model, adam, config)"
@@ -642,9 +619,10 @@ for step in range(len(orders)):
     loss(model, rank, step).backward()
     adam.step()
     adam.zero_grad()
-    if step == 1 and rank == 0:
+    if step == 1 and rank == 0:  # which alone evaluates, and has gathered then what the other has not
         with torch.no_grad():
-            loss(model, rank, step)  # the first rank alone evaluates
+            loss(model, rank, step)
+    model.state_dict()
     sum(loss(plain, r, step) for r in range(world)).div(world).backward()
     torch_adam.step()
     torch_adam.zero_grad()

@@ -97,7 +97,7 @@ class Block(nn.Module):
         if self.kind == "lora":
             self.l1.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, ctx: Json, y: torch.Tensor | None = None) -> Any:
+    def forward(self, x: torch.Tensor, ctx: Json) -> Any:
         if ctx["fail"] == self.index:
             raise ForwardFailed("on purpose")
         if ctx["fail_back"] == self.index and x.requires_grad:
@@ -109,12 +109,12 @@ class Block(nn.Module):
             x.register_hook(fail)
         recompute = self.spec["recompute"]
         if recompute in ("inside-reentrant", "inside"):
-            x = checkpoint(self.body, x, ctx, y, use_reentrant=recompute == "inside-reentrant")
+            x = checkpoint(self.body, x, ctx, use_reentrant=recompute == "inside-reentrant")
         else:
-            x = self.body(x, ctx, y)
+            x = self.body(x, ctx)
         return OUTPUTS[self.spec["output"]][0](x)
 
-    def body(self, x: torch.Tensor, ctx: Json, y: torch.Tensor | None) -> torch.Tensor:
+    def body(self, x: torch.Tensor, ctx: Json) -> torch.Tensor:
         match self.kind:
             case "lora":
                 return x + torch.tanh(self.l1(x)) + (x @ self.a.t()) @ self.b.t()
@@ -145,10 +145,6 @@ class Block(nn.Module):
             case "user-hooks":
                 with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                     return x + self.l2(torch.tanh(self.l1(x)))
-            case "pair":
-                if ctx["use"] and y is not None:
-                    return x + torch.tanh(self.l1(x)) * y
-                return x + torch.tanh(self.l1(x))
             case "mlp" | "frozen":
                 return x + self.l2(torch.tanh(self.l1(x)))
         raise AssertionError(self.kind)
@@ -157,9 +153,9 @@ class Block(nn.Module):
 class Bank(nn.Module):
     """A module that returns a view of its weight."""
 
-    def __init__(self, spec: Json, width: int) -> None:
+    def __init__(self, how: str, width: int) -> None:
         super().__init__()
-        self.how: str = spec["how"]
+        self.how = how
         self.weight = nn.Parameter(torch.randn(width, width) / width)
 
     def forward(self) -> torch.Tensor:
@@ -182,8 +178,7 @@ class Root(nn.Module):
         self.box: list[torch.Tensor] = []
         self.stem = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(s, width, i, self.box) for i, s in enumerate(tree["blocks"]))
-        self.feeders = nn.ModuleList(nn.Linear(width, width) for _ in range(2 if tree["feeders"] else 0))
-        self.banks = nn.ModuleList(Bank(s, width) for s in tree["banks"])
+        self.banks = nn.ModuleList(Bank(how, width) for how in tree["banks"])
         self.head = nn.Linear(width, width)
         if tree["tied"] == "head":
             self.head.weight = self.stem.weight
@@ -197,20 +192,19 @@ class Root(nn.Module):
         # Weights that modules return are used long after their modules have run.
         weights = [bank() for bank in self.banks]
         x = self.stem(x)
-        ys = [feeder(x) for feeder in self.feeders]
         for at in self.tree["order"]:
-            x = self.call(at, x, ctx, ys[at % len(ys)] if ys else None)
+            x = self.call(at, x, ctx)
             if self.tree["direct"]:
                 x = x * self.scale
         for weight in weights:
             x = x + F.linear(x, weight)
         return OUTPUTS[self.tree["output"]][0](self.head(x))
 
-    def call(self, at: int, x: torch.Tensor, ctx: Json, y: torch.Tensor | None) -> torch.Tensor:
+    def call(self, at: int, x: torch.Tensor, ctx: Json) -> torch.Tensor:
         block, spec = self.blocks[at], self.tree["blocks"][at]
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            return OUTPUTS[spec["output"]][1](block(x, ctx, y) if y is not None else block(x, ctx))
+            return OUTPUTS[spec["output"]][1](block(x, ctx))
 
         if spec["recompute"] in ("outside", "outside-reentrant"):
             return checkpoint(run, x, use_reentrant=spec["recompute"] == "outside-reentrant")  # type: ignore[no-any-return]
@@ -225,7 +219,7 @@ def build(tree: Json, seed: int) -> Root:
 
 def loss_of(model: Root, batch: Json, **ctx: Any) -> torch.Tensor:
     """Return the loss of one batch, without what the box holds; fp32."""
-    flags = {"fail": -1, "fail_back": -1, "branch": batch["branch"], "use": batch["use"], "ids": batch["ids"]}
+    flags = {"fail": -1, "fail_back": -1, "branch": batch["branch"], "ids": batch["ids"]}
     flags.update(ctx)
     out = OUTPUTS[model.tree["output"]][1](model(batch["x"], flags))
     return F.mse_loss(out.float(), batch["target"])
@@ -240,7 +234,6 @@ def batches(tree: Json, seed: int, count: int = 6) -> list[Json]:
             "target": torch.randn(tree["rows"], tree["width"], generator=random),
             "ids": torch.randint(16, (tree["rows"],), generator=random),
             "branch": bool(torch.randint(2, (1,), generator=random)),
-            "use": bool(torch.randint(3, (1,), generator=random) == 0),
         }
         for _ in range(count)
     ]

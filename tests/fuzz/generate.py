@@ -19,14 +19,12 @@ THEMES: dict[str, int] = {
     "weight-view": 5,
     # edits, gradients, state dicts, failures
     "edit": 7,
-    "unused-input": 4,
     "load": 6,
     "grad-stash": 5,
     "fresh": 6,
     "failure": 4,
     "interrupt": 6,
     "zeros": 3,
-    "freeze": 2,
     "plain": 13,
 }
 
@@ -37,10 +35,7 @@ KINDS = (
     *("nested", "custom", "functional", "user-hooks", "side"),
 )
 TIERS = ("host", "host", "nvme", "nvme", "device")
-HOLDS = (
-    *("detach-cpu", "detach-cpu", "data", "numpy", "view", "state-dict", "in-forward", "clone", "graph"),
-    *("all", "all", "model-state-dict"),
-)
+HOLDS = (*("detach-cpu", "data", "numpy", "view", "state-dict", "clone", "graph"),)
 EDITS = (
     "add",
     "copy",
@@ -64,9 +59,6 @@ def generate(seed: int) -> Json:
     program = _program(random, theme, tree)
     if random.random() < 0.3:
         config["optimizer"] = random.choice(("SGD", "momentum", "Adagrad", "Lion"))
-    config["state_dtype"] = random.choices(("fp32", "bf16", "8bit"), (6, 2, 1))[0]
-    patterns = random.sample(("*weight*", "*bias*", "*[02468]*", "*"), random.choice((0, 1, 2)))
-    config["state_fp32"] = patterns if config["state_dtype"] != "fp32" else []
     if random.random() < 0.12:
         # A step has one backward then, and nobody clips. What else is refused there ends a case with a typed
         # error.
@@ -78,9 +70,6 @@ def generate(seed: int) -> Json:
             action.pop("clip", None)
             if action.get("aux") in ("after", "only"):
                 action["aux"] = "sum"
-    split, skip = random.random() < 0.4, random.random() < 0.2
-    config["split_master"] = split and config["dtype"] == "bf16" and config["update"] != "delayed"
-    config["skip_nonfinite"] = skip and config["update"] != "backward"
     return {"seed": seed, "family": theme, "tree": tree, "config": config, "program": program}
 
 
@@ -163,7 +152,6 @@ def _block(random: Random, theme: str) -> Json:
 def _tree(random: Random, theme: str, config: Json) -> Json:
     width = random.choice((8, 16, 16, 24, 32, 48))
     blocks = [_block(random, theme) for _ in range(random.choice((3, 4, 5, 6)))]
-    banks: list[Json] = []
     if theme in ("interrupt", "failure"):
         for block in blocks:  # what a failed forward has counted is not undone in torch either
             if block["kind"] == "batchnorm":
@@ -174,11 +162,10 @@ def _tree(random: Random, theme: str, config: Json) -> Json:
                 block["kind"] = "mlp"
         for block in random.sample(blocks, 2):
             block.update(kind="side", recompute=None)
+    banks = []
     if theme == "weight-view":
         hows = ("view", "transposed", "slice", "detached", *["itself"] * (random.random() < 0.15))
-        banks = [{"how": random.choice(hows)} for _ in range(random.choice((1, 2, 3)))]
-    if theme == "unused-input":
-        random.choice(blocks).update(kind="pair", recompute=None)
+        banks = [random.choice(hows) for _ in range(random.choice((1, 2, 3)))]
     order = list(range(len(blocks)))
     if random.random() < 0.2:
         order.insert(random.randrange(len(order) + 1), random.choice(order))  # one is used twice
@@ -190,7 +177,6 @@ def _tree(random: Random, theme: str, config: Json) -> Json:
         "rows": rows,
         "blocks": blocks,
         "banks": banks,
-        "feeders": any(b["kind"] == "pair" for b in blocks),
         "tied": random.choice((None, None, None, "head", "blocks")),
         "order": order,
         "direct": random.random() < 0.3,
@@ -272,8 +258,6 @@ def _themed(random: Random, theme: str, tree: Json) -> list[Json]:
             return [_act("interrupt", k=k, at=random.randrange(1, 250), backward=often)]
         case "zeros":
             return [_train(random, zero="zeros"), _act("abandon", k=k)]
-        case "freeze":
-            return [_act("freeze", pick=pick, on=often)]
     return [_train(random)]
 
 
@@ -304,6 +288,6 @@ def _program(random: Random, theme: str, tree: Json) -> list[Json]:
             order = random.choice(("mo", "om"))
             act = _act("fresh", order=order, config=change, seed=random.randrange(1000))
             program += [_train(random), act, _train(random), _train(random)]
-        case "edit" | "grad-stash" | "interrupt" | "failure" | "freeze" | "gathered-graph":
+        case "edit" | "grad-stash" | "interrupt" | "failure" | "gathered-graph":
             program.append(_train(random))
     return program

@@ -154,7 +154,7 @@ class Program:
                 if name in names and (
                     not where
                     or self.case["config"]["update"] in where.split()
-                    or (where == "itself" and any(b["how"] == where for b in self.case["tree"]["banks"]))
+                    or (where == "itself" and where in self.case["tree"]["banks"])
                     or (where == "host" and self.case["config"]["host_memory"] != "large")
                 ):
                     return f"typed:{type(raised).__name__}"
@@ -367,15 +367,6 @@ class Program:
         for name, value in sorted(self.world.save_model().items()):
             self.log(f"{name} in the state dict", value)
 
-    def do_freeze(self, pick: int, on: bool) -> None:
-        learning = [n for n, p in self.world.named(trainable=True).items()]
-        self.world.frozen = getattr(self.world, "frozen", [])  # what was frozen at `wrap` stays so
-        chosen = self.world.frozen if on else learning[1:]
-        if chosen:
-            name = chosen[pick % len(chosen)]
-            self.world.named()[name].requires_grad_(on)
-            (self.world.frozen.remove if on else self.world.frozen.append)(name)
-
     # -- failures
 
     def do_fail(self, k: int, block: int, backward: bool) -> None:
@@ -453,34 +444,12 @@ class Program:
     def do_hold(self, key: str, pick: int, how: str) -> None:
         """Keep something that refers to a weight's memory."""
         held: Any
-        if how == "model-state-dict":
-            for name, held in self.world.model.state_dict().items():
-                if name in self.world.named():
-                    then = self._copied(self.world.named()[name], held)
-                    self.world.aliases[f"{key} {name}"] = (name, "state-dict", held, then)
-            return
-        if how == "all":
-            for name, p in self.world.named().items():
-                with self.world.gathered(p):
-                    held = p.detach().cpu()
-                self.world.aliases[f"{key} {name}"] = (name, how, held, held.clone())
-            return
         name, p = self.param(pick, trainable=False)
         if how == "numpy" and p.dtype is torch.bfloat16:
             how = "detach-cpu"
         owner = name.rpartition(".")
         if how == "state-dict":
             held = self.world.model.get_submodule(owner[0]).state_dict()[owner[2]]
-        elif how == "in-forward":
-            taken: list[Any] = []
-            module = self.world.model.get_submodule(owner[0])
-            handle = module.register_forward_pre_hook(
-                lambda m, _: taken.append(getattr(m, owner[2]).detach())
-            )
-            with self.world.evaluating():
-                self.loss(0, branch=True, use=True)
-            handle.remove()
-            held = taken[0] if taken else None
         else:
             with self.world.gathered(p):
                 held = {
@@ -502,23 +471,19 @@ class Program:
         """What an alias shows: in torch, the parameter as it is now."""
         if flush:
             self.world.flush()
-        for found, entry in list(self.world.aliases.items()):
-            if found.split(" ")[0] == key:
-                self.read_one(*entry, flushed=flush)
-
-    def read_one(self, name: str, how: str, held: Any, then: Any, *, flushed: bool) -> None:
+        name, how, held, then = self.world.aliases.get(key, ("", "", None, None))
         if held is None:
             return
         p = self.world.named()[name]
-        candidates = self.world.candidates(p)
         now = _now(held, p)
         if how == "clone":
             self.log(f"{how} of {name}", now, then)
             return
+        candidates = self.world.candidates(p)
+        if flush and self.case["config"]["update"] != "delayed":
+            candidates = candidates[:1]
         if how == "state-dict":
             candidates.append(then)  # it may be a copy
-        if flushed and self.case["config"]["update"] != "delayed":
-            candidates = [c for c in candidates[:1]] + ([then] if how == "state-dict" else [])
         shown = [_part(c, now) for c in candidates]
         self.log(f"alias ({how}) of {name}", now, *(shown if not self.world.offloaded else []))
 

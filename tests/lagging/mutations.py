@@ -2,7 +2,6 @@
 finds that.
 
     python -m tests.lagging.mutations            tries what mutations.md does not have, and writes it
-    python -m tests.lagging.mutations --again    tries every point again, and writes mutations.md anew
     python -m tests.lagging.mutations NAME …     tries these points as mutations.md says; writes nothing
 
 A *point* is a place in the source of the engine where something waits: found by its form (`_found`), and
@@ -32,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import builtins
 import collections
 import contextlib
 import functools
@@ -357,20 +355,6 @@ def mutate(name: str) -> None:
     _replace(file, [point.line])
 
 
-def _watch() -> set[str]:
-    """Return where the names of the points that this process's engine comes to are put."""
-    seen: set[str] = set()
-    builtins.__dict__["_comes_to"] = seen.add
-    for file in _FILES:
-        named = points(file)
-        for name, point in named.items():
-            call = ast.Call(ast.Name("_comes_to", ast.Load()), [ast.Constant(name)], [])
-            both = ast.Tuple([call, point.node], ast.Load())
-            point.put(ast.Subscript(both, ast.Constant(1), ast.Load()))
-        _replace(file, {p.line for p in named.values()})
-    return seen
-
-
 # -- processes ------------------------------------------------------------------------------
 
 
@@ -473,21 +457,6 @@ def _begin() -> None:
             importlib.import_module(name)
 
 
-def reached(case: str) -> set[str]:
-    """Return the names of the points that a case comes to."""
-
-    def call() -> list[str]:
-        seen = _watch()
-        with lagging_cuda(), contextlib.suppress(Exception):
-            train(CASES[case], nvme, "lagging")
-        return sorted(seen)
-
-    with tempfile.TemporaryDirectory() as nvme:
-        how, made = _forked(call, 2 * SECONDS)
-    assert not how, f"{case}: {how} {made.decode()}"
-    return set(json.loads(made))
-
-
 # -- the table ------------------------------------------------------------------------------
 
 _ROW = re.compile(r"\| `(.+)` \| (.+) \| (.+) \|")
@@ -524,22 +493,17 @@ def caught_by(name: str) -> tuple[str, str, int] | None:
     return case.rstrip(","), schedule, int(seed[0]) if seed else 0
 
 
-def _make(again: bool) -> None:
+def _make() -> None:
     rows, wanted = table(), all_points()
-    todo = [n for n in wanted if again or n not in rows or rows[n] == _UNKNOWN]
-    cases = [*dict.fromkeys([*_TRIED, *CASES])] if again else list(_TRIED)
-    comes_to = {case: reached(case) for case in cases[: len(_TRIED)]} if todo else {}
-    for name in todo:
-        before = rows.get(name, _UNKNOWN)
-        known = [] if before.startswith(NOT_CAUGHT) else [caught_by(name)]
-        tried = [(c, "late", 0) for c, seen in comes_to.items() if name in seen]
-        rows[name] = before if before.startswith(NOT_CAUGHT) else _UNKNOWN
-        for case, schedule, seed in [*filter(None, known), *tried]:
-            if found := found_in(name, case, schedule, seed):
-                rows[name] = f"{case}, {schedule}" + (f" {seed}" if seed else "")
+    for name in wanted:
+        if rows.get(name, _UNKNOWN) != _UNKNOWN:
+            continue
+        rows[name] = _UNKNOWN
+        for case in _TRIED:
+            if found := found_in(name, case):
+                rows[name] = f"{case}, late"
                 break
-        says = found.partition("\n")[0][:120] if tried or known else "no case comes to it"
-        print(f"{name}\n    {rows[name]}  {says}  {time.strftime('%X')}", flush=True)  # noqa: T201
+        print(f"{name}\n    {rows[name]}  {found.partition(chr(10))[0][:120]}", flush=True)  # noqa: T201
         _write({n: rows[n] for n in wanted if n in rows})
     _write({n: rows[n] for n in wanted})
 
@@ -547,19 +511,14 @@ def _make(again: bool) -> None:
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--names", action="store_true", help="print the names of all points")
-    parser.add_argument("names_", metavar="NAME", nargs="*")
+    parser.add_argument("names", metavar="NAME", nargs="*")
     given = parser.parse_args()
-    if given.names:
-        sys.stdout.write("".join(f"{name}\n" for name in all_points()))
-        return 0
     _begin()
-    if not given.names_:
-        _make(given.again)
+    if not given.names:
+        _make()
         return 0
     lost = 0
-    for name in given.names_:
+    for name in given.names:
         by = caught_by(name)
         found = found_in(name, *by) if by else "not caught"
         lost += not found
