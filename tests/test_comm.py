@@ -224,73 +224,66 @@ comm.close()
         assert third[0] == ""
 
 
+#: What a rank does, its exit code, and what the others are told of it. One that is stopped is slow, for all
+#: that anyone can tell: the others end, and nobody waits for gloo's threads.
+HOW: dict[str, tuple[str, int | None, str]] = {
+    "raised": ("raise ValueError('no such\\nthing')", 1, "rank {} failed: ValueError: no such\nthing"),
+    "posted": (
+        "comm.post(ValueError('no such\\nthing'))\ncomm.post(TypeError('a second one'))\ncomm.close()",
+        *(0, "rank {} failed: ValueError: no such\nthing"),
+    ),
+    "interrupted": (
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1)",
+        *(None, "rank {} failed: KeyboardInterrupt"),
+    ),
+    "exited": ("sys.exit(3)", 3, "rank {} has closed the engine or ended"),
+    "ended": ("pass", 0, "rank {} has closed the engine or ended"),
+    "killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        *(-9, "rank {} is gone: its process ended without a word"),
+    ),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", -9, "gather: rank {} has not come within 2 s"),
+}
+
+
 @pytest.mark.first
 @pytest.mark.parametrize(
-    ("who", "how"), [(0, "raised"), (1, "posted"), (1, "interrupted"), (0, "exited"), (1, "ended")]
+    ("how", "who", "what"),
+    [
+        ("killed", 0, "exchange"),
+        ("killed", 2, "gather"),
+        ("killed", 0, "reduce"),
+        ("raised", 0, "gather"),
+        ("posted", 1, "exchange"),
+        ("interrupted", 1, "gather"),
+        ("exited", 0, "exchange"),
+        ("ended", 1, "gather"),
+        ("stopped", 0, "gather"),
+        ("stopped", 1, "gather"),
+    ],
 )
-def test_a_rank_that_fails_or_ends(who: int, how: str) -> None:
+def test_a_rank_that_fails_or_ends(how: str, who: int, what: str) -> None:
     script = """
-who, how = int(sys.argv[1]), sys.argv[2]
-comm = connect(device=CPU)
-comm.exchange("begin")
-if comm.rank == who:
-    time.sleep(0.1)
-    if how == "posted":
-        comm.post(ValueError("no such\\nthing"))
-        comm.post(TypeError("a second one"))
-        comm.close()
-    elif how == "raised":
-        raise ValueError("no such\\nthing")
-    elif how == "interrupted":
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
-    elif how == "exited":
-        sys.exit(3)
-else:
-    told(DO[["exchange", "gather"][comm.rank % 2]], comm)
-    told(comm.exchange, "once more")
-    if how not in ("exited", "ended"):
-        told(comm.check)
-    comm.close()
-"""
-    results = run_ranks(3, START + script, str(who), how)
-    code, _, err = results.pop(who)
-    assert code == {"posted": 0, "raised": 1, "exited": 3, "ended": 0}.get(how, code), err
-    if how == "raised":
-        assert "ValueError: no such" in err
-    want = {
-        "posted": f"rank {who} failed: ValueError: no such\nthing",
-        "raised": f"rank {who} failed: ValueError: no such\nthing",
-        "interrupted": f"rank {who} failed: KeyboardInterrupt",
-        "exited": f"rank {who} has closed the engine or ended",
-        "ended": f"rank {who} has closed the engine or ended",
-    }[how]
-    for result in results:
-        first, *later = errors(result)
-        assert first[0] == "RankError"
-        assert want in first[1]
-        assert {kind for kind, _ in later} == {"RankError"}
-
-
-@pytest.mark.first
-@pytest.mark.parametrize(("who", "what"), [(0, "exchange"), (2, "gather"), (0, "reduce")])
-def test_a_rank_that_is_killed(who: int, what: str) -> None:
-    script = """
-who, what = int(sys.argv[1]), sys.argv[2]
-comm = connect(device=CPU)
+who, what, does = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+comm = connect(device=CPU, timeout=2 if "STOP" in does else 300)
 DO[what](comm)
 if comm.rank == who:
-    time.sleep(0.2)
-    os.kill(os.getpid(), signal.SIGKILL)
-told(DO[what], comm)
-comm.close()
+    time.sleep(0.1)
+    exec(does)
+else:
+    told(DO[what], comm)
+    told(comm.exchange, "once more")
+    comm.close()
 """
-    results = run_ranks(3, START + script, str(who), what)
-    assert results.pop(who)[0] == -9
+    does, wanted, words = HOW[how]
+    results = run_ranks(3, START + script, str(who), what, does, seconds=20)
+    code, _, err = results.pop(who)
+    assert wanted is None or code == wanted, err
+    assert how != "raised" or "ValueError: no such" in err
     for result in results:
-        kind, text = the_error(result)
-        assert kind == "RankError"
-        assert text.startswith(f"rank {who} is gone: its process ended without a word")
+        (kind, text), (again, _) = errors(result)
+        assert kind == again == "RankError"
+        assert words.format(who) in text
 
 
 def test_a_killed_rank_that_has_children() -> None:
@@ -322,31 +315,6 @@ comm.close()
         assert fork == "ClosedError"
         assert kind == "RankError"
         assert "rank 1 is gone: its process ended without a word" in text
-
-
-@pytest.mark.first
-@pytest.mark.parametrize(("who", "ending"), [(0, "close"), (1, "raise")])
-def test_a_rank_that_is_stopped(who: int, ending: str) -> None:
-    """It is slow, for all that anyone can tell. The others end: nobody waits for gloo's threads."""
-    script = """
-who, ending = int(sys.argv[1]), sys.argv[2]
-comm = connect(device=CPU, timeout=2)
-DO["gather"](comm)
-if comm.rank == who:
-    os.kill(os.getpid(), signal.SIGSTOP)
-told(DO["gather"], comm)
-told(comm.exchange, "once more")
-if ending == "raise":
-    sys.exit("the end")
-comm.close()
-"""
-    results = run_ranks(3, START + script, str(who), ending, seconds=20)
-    assert results.pop(who)[0] == -9
-    for code, out, err in results:
-        assert code == (ending == "raise"), err
-        first, second = (json.loads(line) for line in out.splitlines())
-        assert first[0] == second[0] == "RankError"
-        assert f"gather: rank {who} has not come within 2 s" in first[1]
 
 
 def test_a_rank_that_does_not_come() -> None:
