@@ -465,7 +465,7 @@ def test_a_rank_that_ends_before_wrap(who: int, how: str) -> None:
 NAP = """
 comm = connect(device=CPU, timeout=1, notice=0.4)
 def nap():
-    time.sleep(3)
+    time.sleep(5)
 if comm.rank == 1:
     nap()
 comm.exchange("a step")
@@ -477,7 +477,7 @@ def test_a_rank_that_is_alive_and_outside_is_waited_for() -> None:
     """Beyond the deadline; and both are told where the two are, at growing intervals."""
     results = run_ranks(3, START + NAP)
     all_well(results)
-    line = (START + NAP).splitlines().index("    time.sleep(3)") + 1
+    line = (START + NAP).splitlines().index("    time.sleep(5)") + 1
     (_, _, waits), (_, _, sleeps), _ = results
     assert f"Rank 1: it is in `nap` at <rank>:{line}" in waits
     assert "in: a step (`exchange` at <rank>:" in sleeps

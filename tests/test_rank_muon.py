@@ -157,7 +157,7 @@ infinity.close(optimizer)
 
 def test_a_matrix_that_does_not_fit_is_refused_with_what_helps(tmp_path: Path) -> None:
     config = {**settings_of(tmp_path, "nvme", "fp32", units=["Block"]), "device_memory": "2MiB"}
-    for said in all_well(run_ranks(2, HEAD + TOO_LARGE, json.dumps(config))):
+    for said in all_well(run_ranks(2, HEAD + TOO_LARGE, json.dumps(config), seconds=120)):
         assert "the largest matrix is 'blocks.0.each.0'" in said
 
 

@@ -674,7 +674,7 @@ for accumulation in (None, 2) if stage < 2 else (None,):
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, 1])
 def test_what_users_do_to_gradients(stage: int, tmp_path: Path) -> None:
     """What torch does with the mean of the losses."""
     given = settings_of(tmp_path, "device", "fp32")
@@ -731,6 +731,7 @@ for name, make in build.items():
 """
 
 
+@pytest.mark.integration
 def test_other_ranks_than_the_first_build_without_memory(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
