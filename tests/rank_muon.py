@@ -1,7 +1,5 @@
 """What each rank runs in test_rank_muon.py: Muon on a model whose gradients are given.
 
-    python -m tests.rank_muon JSON      (under torchrun's environment)
-
 The gradients have few bits, and those of the ranks differ, with a mean that is the same for every number of
 ranks. So one rank and several must come to the same bits.
 """
@@ -60,11 +58,6 @@ class Net(nn.Module):
         return total
 
 
-def share_of(rank: int, world: int) -> float:
-    """Return what a rank multiplies the gradients with. The mean over the ranks is 1."""
-    return 1.0 if world == 1 else 0.5 + rank * (1.0 if world == 2 else 0.5) if world < 4 else 1.0
-
-
 def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
     """Return a digest of values and moments, by name."""
     found = hashlib.sha256()
@@ -74,70 +67,50 @@ def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
     return found.hexdigest()
 
 
-def state_of(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the values and moments of a wrapped model, by name. Collective."""
+def digest_of(model: nn.Module) -> str:
+    """Return the digest of a wrapped model. Collective."""
     engine = engine_of(model)
     saved = engine.optimizer.state_dict()
     names = {param: name for name, param in model.named_parameters()}
     ordered = [names[p] for group in engine.optimizer.param_groups for p in group["params"]]
     found = {name: {"value": value} for name, value in model.state_dict().items()}
     for index, state in saved["state"].items():
-        kept = {k: v for k, v in state.items() if k in KEPT}
-        found[ordered[index]] |= kept
-    return found
+        found[ordered[index]] |= {k: v for k, v in state.items() if k in KEPT}
+    return digest(found)
 
 
 def run_steps(model: Any, optimizer: Any, steps: range, rank: int, world: int) -> None:
-    """Make some steps."""
+    """Make some steps. Each rank multiplies the gradients with a share of its own, of which the mean is 1."""
+    share = {1: [1.0], 2: [0.5, 1.5], 3: [0.5, 1.0, 1.5]}[world][rank]
     for step in steps:
-        model(step, share_of(rank, world)).backward()
+        model(step, share).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def train(settings: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Train as `settings` say: `shapes`, `config`, `steps` (first and end); `load` and
-    `save` are checkpoints. Return a digest, and how many matrices this rank has updated."""
-    model = Net(settings["shapes"])
-    optimizer = muon(model.parameters())
-    config = infinity.Config(**settings["config"])
-    model, optimizer = infinity.wrap(model, optimizer, config)  # type: ignore[assignment]
-    calls = 0
-
-    def counted(inner: Any) -> Any:
-        def call(*given: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return inner(*given)
-
-        return call
-
-    arithmetic.orthogonalize = counted(arithmetic.orthogonalize)
-    if "load" in settings:
-        infinity.load(optimizer, settings["load"])
-    run_steps(model, optimizer, range(*settings["steps"]), rank, world)
-    if "save" in settings:
-        infinity.save(optimizer, settings["save"])
-    state = state_of(model)
-    infinity.close(optimizer)
-    return {"digest": digest(state), "calls": calls}
-
-
-def whole(settings: dict[str, Any]) -> str:
-    """Return the digest of the same in plain torch."""
-    model, steps = Net(settings["shapes"]), settings["steps"][1]
-    return digest(train_whole(model, muon, lambda m, step: m(step), steps=steps))
-
-
 def main() -> None:
-    """`train` as is given, and print what comes of it."""
+    """Train as is given: `shapes`, `config`, `steps` (first and end); `load` and `save` are checkpoints.
+    Print
+    a digest, how many matrices this rank has updated, and the digest of the same in plain torch."""
     torch.set_num_threads(1)
-    settings = json.loads(sys.argv[1])
-    found = train(settings, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    if settings.get("whole"):
-        found["whole"] = whole(settings)
-    sys.stdout.write(json.dumps(found) + "\n")
+    given = json.loads(sys.argv[1])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model = Net(given["shapes"])
+    optimizer = muon(model.parameters())
+    model, optimizer = infinity.wrap(model, optimizer, infinity.Config(**given["config"]))  # type: ignore[assignment]
+    calls, inner = [], arithmetic.orthogonalize
 
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return inner(*arguments)
 
-if __name__ == "__main__":
-    main()
+    arithmetic.orthogonalize = counted
+    if "load" in given:
+        infinity.load(optimizer, given["load"])
+    run_steps(model, optimizer, range(*given["steps"]), rank, world)
+    if "save" in given:
+        infinity.save(optimizer, given["save"])
+    found = digest_of(model)
+    infinity.close(optimizer)
+    whole = train_whole(Net(given["shapes"]), muon, lambda m, step: m(step), steps=given["steps"][1])
+    sys.stdout.write(json.dumps([found, len(calls), digest(whole)]) + "\n")

@@ -67,7 +67,6 @@ def generate(seed: int, world: int) -> dict[str, Any]:
         "config": config,
         "program": [step(draw, model, sizes, config, world) for _ in range(3)],
     }
-    alone(random.Random(f"alone {seed}"), made, world)
     rules = random.Random(f"rules {seed}")
     if rules.random() < 0.4:
         made["optimizer"] = rules.choice(("momentum", "adagrad", "lion", "sgd"))
@@ -82,25 +81,6 @@ def generate(seed: int, world: int) -> dict[str, Any]:
     if config["optimizer_state_dtype"] != "8bit" and random.Random(f"muon {seed}").random() < 0.15:
         made |= {"optimizer": "muon", "groups": False}
     return made
-
-
-def alone(draw: random.Random, settings: dict[str, Any], world: int) -> None:
-    """Have one rank do something to its gradients that the others do not, in some cases: all raise then."""
-    if draw.random() < 0.8:
-        return
-    step = draw.choice(settings["program"])
-    trained = [
-        name
-        for name, _ in build(settings["model"], **settings["sizes"]).named_parameters()
-        if not name.startswith(tuple(settings["frozen"]))
-    ]
-    what = draw.choice(("zero_grad", "none", "zeros", "given", "factor", "frozen"))
-    step["alone"] = {
-        "rank": draw.randrange(world),
-        "what": what,
-        "name": draw.choice(trained),
-        "behind": -1 if what == "frozen" else draw.randrange(step["turns"]),  # a backward of that number
-    }
 
 
 def step(draw: random.Random, model: str, sizes: Any, config: Any, world: int) -> dict[str, Any]:

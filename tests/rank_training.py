@@ -8,7 +8,7 @@ answers between steps, values and state are compared bit for bit; norms to 1e-12
 another order.
 
 Settings are `model`, `sizes`, `adapters`, `frozen`, `groups`, `optimizer` (of `whole.ALL_OPTIMIZERS`),
-`clip`, `clip_by_torch`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does,
+`clip`, `config`, and either `steps` and `accumulate`, or a `program`: what each step does,
 as `one_step` and `between` have it, and then
 
     edits: factors of the parameters that are edited, and `source`: the rank whose edits are kept, in a
@@ -27,17 +27,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import GradientError, RankError
 from infinity.core.sizes import MOMENT_BLOCK
 from infinity.hardware import adam_reference, cpu_adam, halves, log_codes, muon
 from infinity.optim.rules import rule_of
@@ -66,12 +64,25 @@ def copy_of(master: torch.Tensor, is_split: bool) -> torch.Tensor:
     return halves_of(master)[0].view(master.shape) if is_split else master
 
 
-def wide_of(kind: str, moments: list[torch.Tensor], number: int) -> torch.Tensor:
-    """Return a moment in fp32; in 8 bits `moments` are the codes of all, then the scales of all."""
-    if moments[0].dtype is not torch.uint8:
-        return moments[number].float()
-    scales = moments[len(moments) // 2 + number]
-    return log_codes.decode(moments[number], scales, squares=kind in SQUARES)
+def new_moments(numel: int, count: int, form: str) -> list[torch.Tensor]:
+    """Return `count` moments as the engine keeps them; in 8 bits the codes of all, then the scales of all."""
+    kept = torch.uint8 if form == "8bit" else DTYPES[form]
+    scales = [torch.zeros(-(-numel // MOMENT_BLOCK)) for _ in range(count if form == "8bit" else 0)]
+    return [torch.zeros(numel, dtype=kept) for _ in range(count)] + scales
+
+
+def wide_of(kinds: Sequence[str], moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return moments in fp32."""
+    if moments and moments[0].dtype is torch.uint8:
+        pairs = zip(kinds, moments, moments[len(kinds) :], strict=False)
+        return {kind: log_codes.decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs}
+    return {kind: moment.float() for kind, moment in zip(kinds, moments, strict=True)}
+
+
+def fp32_anyway(model: nn.Module) -> set[Any]:
+    """Return the parameters that the engine leaves in fp32: those of batch norms."""
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return {p for m in norms for p in m.parameters()}
 
 
 def program(settings: dict[str, Any]) -> list[Step]:
@@ -104,7 +115,6 @@ def one_step(
             forwards, then all backwards, the last one first.
         depths: how many blocks each rank uses in each forward.
         zeros: the ranks whose loss is multiplied by 0, in each forward.
-        alone: what one rank does to its gradients and the others do not, as `change_alone` has it.
     """
     turns, shape = step["turns"], step.get("shape", "apart")
     losses = []
@@ -191,25 +201,6 @@ def load_masters(optimizer: Any, names: Mapping[Any, str], factors: Mapping[str,
     optimizer.load_state_dict(saved)
 
 
-def change_alone(alone: Mapping[str, Any], model: nn.Module, optimizer: Any, rank: int) -> None:
-    """Do what one rank alone does: all are to raise."""
-    if rank != alone["rank"]:
-        return
-    param, what = model.get_parameter(alone["name"]), alone["what"]
-    if what == "given":
-        param.grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-    elif what == "frozen":
-        param.requires_grad_(False)
-    elif what == "zero_grad" or param.grad is None or param.grad.is_zero:  # or it would change nothing
-        optimizer.zero_grad()
-    elif what == "none":
-        param.grad = None
-    elif what == "zeros":
-        param.grad.zero_()
-    elif what == "factor":
-        param.grad.mul_(0.5)
-
-
 def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, Any], list[float]]:
     """Train with the engine; return what is known of each parameter, and the norms."""
     made = built(settings)
@@ -229,25 +220,15 @@ def train(settings: dict[str, Any], rank: int, world: int) -> tuple[dict[str, An
     found: dict[str, Any] = {"losses": [], "units": {n: engine.params[p].unit for n, p in params.items()}}
     norms: list[float] = []
     for number, step in enumerate(program(settings)):
-        count = 0
 
         def backward(loss: torch.Tensor, last: bool, step: Step = step) -> None:
-            nonlocal count
             with model.no_sync() if step.get("no_sync") and not last else contextlib.nullcontext():
                 optimizer.scale(loss).backward()
-            alone = step.get("alone", {})
-            if alone.get("behind") == count or (last and alone.get("behind", -1) > count):
-                change_alone(alone, model, optimizer, rank)
-            count += 1
 
-        if step.get("alone", {}).get("behind") == -1:
-            change_alone(step["alone"], model, optimizer, rank)
         found["losses"] += one_step(made, model, step, number, rank, world, backward)
-        if settings.get("clip_by_torch"):
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings["clip_by_torch"])))
         optimizer.step()
         optimizer.zero_grad(set_to_none=not settings.get("zeros"))
-        norms += [] if settings.get("clip_by_torch") else [optimizer.grad_norm or 0.0]
+        norms.append(optimizer.grad_norm or 0.0)
         for what in step.get("between", []):
             found["losses"] += between(made, model, step, what, dtype, rank, synced=True)
         if (source := step.get("source")) is not None:
@@ -338,12 +319,7 @@ def reference(
     the unit of each parameter."""
     made = built(settings)
     dtype = DTYPES[settings["config"]["dtype"]]
-    keep = {
-        p
-        for m in made.model.modules()
-        if isinstance(m, nn.modules.batchnorm._BatchNorm)
-        for p in m.parameters()
-    }
+    keep = fp32_anyway(made.model)
     is_split = bool(settings["config"].get("split_master"))
     masters = {n: p.detach().float().clone() for n, p in made.model.named_parameters()}
     for param in made.model.parameters():
@@ -381,6 +357,10 @@ def reference(
     at_once = settings["config"].get("zero_stage", 3) >= 2
     zeros: dict[str, torch.Tensor] = {}  # left by zero_grad(set_to_none=False)
 
+    def show(name: str) -> None:
+        for model in models:
+            model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
+
     def update(grads: dict[str, torch.Tensor], norm: float) -> None:
         limit = settings.get("clip")
         clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
@@ -388,18 +368,14 @@ def reference(
             group, steps[name] = scalars[name], steps[name] + 1
             of = rule.of(group)
             if name not in moments:
-                kept = torch.uint8 if forms[name] == "8bit" else DTYPES[forms[name]]
-                moments[name] = [torch.zeros(grad.numel(), dtype=kept) for _ in of.moments]
-                blocks = -(-grad.numel() // MOMENT_BLOCK)
-                moments[name] += [torch.zeros(blocks) for _ in of.moments if forms[name] == "8bit"]
+                moments[name] = new_moments(grad.numel(), len(of.moments), forms[name])
             if of.whole:
                 update_matrix(
                     *(masters[name], moments[name][0], grad, group),
                     scale=1.0 / scale * clip,
                     key=cpu_adam.rounding_key(name, steps[name]),
                 )
-                for model in models:
-                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
+                show(name)
                 continue
             segment = cpu_adam.Segment(
                 *(0, grad.numel(), 0, cpu_adam.rounding_key(name, steps[name]), steps[name]),
@@ -409,8 +385,7 @@ def reference(
             )
             flat = masters[name].view(-1), moments[name], grad.reshape(-1)
             adam_reference.reference_segments(*flat, None, [segment])
-            for model in models:
-                model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
+            show(name)
 
     for number, step in enumerate(program(settings)):
         backwards: list[list[dict[str, list[torch.Tensor]]]] = [[] for _ in models]
@@ -458,22 +433,19 @@ def reference(
                 else:  # the lower halves stay
                     low, flat = halves_of(masters[name])[1], after.reshape(-1)
                     low[(flat == 0) | ~flat.isfinite()] = 0
-                    master = halves.join(flat, low, torch.empty(low.numel()))
-                    masters[name] = master.view(after.shape)
-                for model in models:
-                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
+                    masters[name] = halves.join(flat, low, torch.empty(low.numel())).view(after.shape)
+                show(name)
         for name, factor in step.get("masters", {}).items():
             param = models[0].get_parameter(name)
             if param.requires_grad and param.dtype is not torch.float32:
                 masters[name] = masters[name] * factor
-                for model in models:
-                    model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
+                show(name)
     state = {
         n: {
             "step": torch.tensor(float(steps[n])),
             **{
-                kind: wide_of(kind, of_one, number).view(masters[n].shape)
-                for number, kind in enumerate(rule.of(scalars[n]).moments)
+                kind: moment.view(masters[n].shape)
+                for kind, moment in wide_of(rule.of(scalars[n]).moments, of_one).items()
             },
         }
         for n, of_one in moments.items()
@@ -522,11 +494,7 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def check(settings: dict[str, Any], rank: int, world: int) -> None:
-    """Train, and compare what this rank has found. Where one rank does something alone, all raise."""
-    if any("alone" in step for step in program(settings)):
-        with pytest.raises((RankError, GradientError), match=r"(?s)^(?!.*not come within)"):
-            train(settings, rank, world)
-        return
+    """Train, and compare what this rank has found."""
     # Some CPUs have a kernel of their own for an LSTM in fp16 without gradients, with bits that no other
     # device has.
     lagging = sys.modules.get("tests.lagging.cuda")

@@ -1,8 +1,9 @@
 """Runs a script as N ranks: processes with torchrun's environment, forked from one that has imported torch.
 
-Importing torch costs each process seconds of a core. So one process, a server without threads, imports it
-once for all tests, and forks the ranks. A rank is a whole interpreter all the same: its uncaught exception
-goes through `sys.excepthook`, and it ends by the interpreter's own exit, not by `os._exit`.
+Importing torch and the engine costs each process seconds of a core. So one process, a server without
+threads, imports them once for all tests, and forks the ranks. A rank is a whole interpreter all the same: its
+uncaught exception goes through `sys.excepthook`, and it ends by the interpreter's own exit, not by
+`os._exit`.
 """
 
 from __future__ import annotations
@@ -100,10 +101,7 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 def _serve() -> dict[str, object] | None:
     """Fork ranks for each request on stdin. Return the request in a rank, None at the end of requests."""
-    import torch.distributed  # noqa: F401
-
-    from infinity.hardware import comm  # noqa: F401
-
+    _prepare()
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in iter(requests.readline, ""):
         request = json.loads(line)
@@ -124,6 +122,20 @@ def _serve() -> dict[str, object] | None:
             pids.append(pid)
         print(json.dumps(_codes(pids, request["seconds"])), file=answers, flush=True)
     return None
+
+
+def _prepare() -> None:
+    """Import what ranks use, and start no thread."""
+    import torch.distributed
+    from torch import nn
+
+    import infinity
+    from infinity.hardware import comm  # noqa: F401
+    from tests import inner  # noqa: F401
+
+    for name in infinity.__all__:  # their modules are imported when they are first used
+        getattr(infinity, name)
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # the first optimizer imports torch's compiler
 
 
 def free_port() -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from .quick import quick
 from .ranks import all_well, run_ranks
 
 #: Attention without a kernel of the CPU's own, which the device has not.
@@ -30,39 +29,25 @@ PROGRAM: list[dict[str, Any]] = [
 ]
 PLACES: dict[str, dict[str, Any]] = {
     "state on host": {"parameters": "device", "optimizer_state": "host"},
-    "state on nvme": {"parameters": "device", "optimizer_state": "nvme"},
     "split": {
         "parameters": {"device": 0.5, "host": 0.2, "nvme": 0.3},
         "optimizer_state": {"device": 0.3, "host": 0.3, "nvme": 0.4},
     },
 }
-CASES = [
-    (place, stage, dtype)
-    for place in PLACES
-    for stage in range(4)
-    for dtype in ("bf16", "fp32")
-    if stage == 3 or place != "split"  # below that, parameters are on the device
-]
-QUICK = [("state on host", 1, "bf16"), ("state on host", 3, "bf16")]
-HOST = [case for case in CASES if case[0] == "state on host" or (case[1], case[2]) == (3, "bf16")]
-
-
-ORDERS = [("state on host", stage, "bf16", "random", seed) for stage in range(4) for seed in (1, 2)]
-ORDERS += [("split", 3, "bf16", "random", seed) for seed in range(3, 7)]
 
 
 @pytest.mark.first
 @pytest.mark.parametrize(
-    ("place", "stage", "dtype", "schedule", "seed"),
-    quick([(*case, "late", 0) for case in CASES] + ORDERS, [(*case, "late", 0) for case in QUICK]),
+    ("place", "stage", "schedule"),
+    [("state on host", 3, "late"), ("state on host", 1, "late"), ("split", 3, "random")],
 )
 def test_what_is_done_to_one_parameter_leaves_the_others(
-    place: str, stage: int, dtype: str, schedule: str, seed: int, tmp_path: Path
+    place: str, stage: int, schedule: str, tmp_path: Path
 ) -> None:
-    config = {"device": "cpu", "dtype": dtype, "nvme": str(tmp_path), "zero_stage": stage, "threads": 1}
+    config = {"device": "cpu", "dtype": "bf16", "nvme": str(tmp_path), "zero_stage": stage, "threads": 1}
     config |= {"device_memory": "64MiB", "host_memory": "512MiB", **PLACES[place]}
     given = {"model": "gpt", "program": PROGRAM, "config": config}
-    results = run_ranks(2, SCRIPT, json.dumps(given), schedule, str(seed), seconds=240, device="cpu")
+    results = run_ranks(2, SCRIPT, json.dumps(given), schedule, "1", seconds=240, device="cpu")
     assert all_well(results) == ["same\n"] * 2
 
 
@@ -98,9 +83,8 @@ with lagging_ranks():
 """
 
 
-@pytest.mark.parametrize("stage", quick([1, 2, 3], [2]))
-def test_gradients_are_added_to_on_another_stream(stage: int, tmp_path: Path) -> None:
-    config = {"device": "cpu", "dtype": "fp32", "nvme": str(tmp_path), "zero_stage": stage, "threads": 1}
+def test_gradients_are_added_to_on_another_stream(tmp_path: Path) -> None:
+    config = {"device": "cpu", "dtype": "fp32", "nvme": str(tmp_path), "zero_stage": 2, "threads": 1}
     config |= {"device_memory": "64MiB", "host_memory": "64MiB", "parameters": "device"}
     config |= {"optimizer_state": "host"}
     all_well(run_ranks(2, _ADDED, json.dumps(config), seconds=120, device="cpu"))
@@ -154,7 +138,7 @@ with lagging_ranks() as here:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("stage", quick(range(4), [1, 3]))
+@pytest.mark.parametrize("stage", [3, 1])
 def test_who_makes_a_collective_does_not_wait_for_its_end(stage: int, tmp_path: Path) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""
     for out in all_well(run_ranks(2, _LAYERS + _COUNTED, layers(tmp_path, stage), seconds=120, device="cpu")):
@@ -196,10 +180,13 @@ with lagging_ranks() as here:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "raise"])
 @pytest.mark.parametrize(
-    ("which", "where"),
-    [("_allgather_base", "a step"), ("_allgather_base", "gathered"), ("alltoall_base", "a step")],
+    ("which", "where", "fault"),
+    [
+        ("_allgather_base", "a step", "SIGKILL"),
+        ("_allgather_base", "gathered", "SIGSTOP"),
+        ("alltoall_base", "a step", "raise"),
+    ],
 )
 def test_a_rank_that_is_lost_in_a_collective_of_nccl(
     which: str, where: str, fault: str, tmp_path: Path

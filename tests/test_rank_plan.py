@@ -65,8 +65,9 @@ infinity.close(adam)
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(3, "adamw"), (0, "muon"), (1, "adamw"), (2, "adamw"), (3, "muon")]
+)
 def test_a_plan_says_what_wrap_takes_and_sends(stage: int, optimizer: str, tmp_path: Path) -> None:
     places = {"parameters": "nvme" if stage == 3 else "device", "optimizer_state": "nvme"}
     settings = {"device": "cpu", "dtype": "bf16", "nvme": str(tmp_path), **places, "zero_stage": stage}
@@ -142,24 +143,6 @@ def test_directories_of_ranks(tmp_path: Path) -> None:
         Config(nvme=[f"{tmp_path}/{{rank}}", f"{tmp_path}/0"]).for_rank(0, 0)
 
 
-def test_ranks_have_arenas_where_their_numbers_lead(tmp_path: Path) -> None:
-    script = """
-import sys, torch, infinity
-from infinity.api.engine import engine_of
-from torch import nn
-config = infinity.Config(device="cpu", nvme=sys.argv[1] + "/{local_rank}", optimizer_state="nvme", threads=1)
-with infinity.init(config):
-    model = nn.Linear(64, 64)
-model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-(stats,) = engine_of(adam).store.stats()
-print(stats.path)
-infinity.close(adam)
-"""
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    assert all_well(run_ranks(2, script, str(tmp_path))) == [f"{tmp_path}/{rank}\n" for rank in range(2)]
-
-
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
 
 
@@ -177,27 +160,31 @@ def test_ranks_of_srun() -> None:
 
 
 def test_ranks_that_srun_has_started_train(tmp_path: Path) -> None:
+    """And have their arenas where their numbers lead."""
     script = """
-import os, torch, infinity
+import os, sys, torch, infinity
+from infinity.api.engine import engine_of
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     told = os.environ.pop(name)
     if name == "RANK":
         os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = told
     if name == "MASTER_PORT":
         os.environ["MASTER_PORT"] = told
-model = torch.nn.Linear(4, 4)
-config = infinity.Config(device="cpu", threads=1)
+config = infinity.Config(device="cpu", nvme=sys.argv[1] + "/{local_rank}", optimizer_state="nvme", threads=1)
+model = torch.nn.Linear(64, 64)
 model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-model(torch.ones(1, 4)).sum().backward()
+model(torch.ones(1, 64)).sum().backward()
 adam.step()
-from infinity.api.engine import engine_of
-comm = engine_of(adam).comm
-print(comm.rank, comm.world, comm.local_rank, comm.local_world)
+comm, (stats,) = engine_of(adam).comm, engine_of(adam).store.stats()
+print(comm.rank, comm.world, comm.local_rank, comm.local_world, stats.path)
 infinity.close(adam)
 """
     said = {**SRUN, "SLURM_STEP_NODELIST": "localhost"}
     del said["SLURM_PROCID"], said["SLURM_LOCALID"]
-    assert all_well(run_ranks(2, script, environment=said)) == ["0 2 0 2\n", "1 2 1 2\n"]
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    found = all_well(run_ranks(2, script, str(tmp_path), environment=said))
+    assert found == [f"{rank} 2 {rank} 2 {tmp_path}/{rank}\n" for rank in range(2)]
 
 
 def test_a_plan_shows_what_muon_takes(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,11 +193,7 @@ def test_a_plan_shows_what_muon_takes(nvme: str, capsys: pytest.CaptureFixture[s
     alone, two = (planned(capsys, *common, *more) for more in ((), ("--ranks", "2")))
     assert alone["matrices"]["largest"] == two["matrices"]["largest"]
     assert alone["matrices"]["flops"] / 2 <= two["matrices"]["flops"] < alone["matrices"]["flops"]
-    assert alone["device"]["the update of a matrix"] == two["device"]["the update of a matrix"] > 0
     assert 0 < alone["host"]["matrix leases"] < two["host"]["matrix leases"]
-    assert run(["plan", *common, "--ranks", "2"]) == 0
-    assert "Muon orthogonalizes the matrices of a step with" in capsys.readouterr().out
-    assert planned(capsys, *common[:-2])["matrices"] is None
     for option, value in (("--update", "delayed"), ("--optimizer-state-dtype", "8bit")):
         assert run(["plan", *common, option, value]) == 2
         assert "Muon is not available with" in capsys.readouterr().err

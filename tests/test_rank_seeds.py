@@ -8,25 +8,24 @@ from pathlib import Path
 import pytest
 
 from . import ranks
-from .quick import quick
 from .ranks import all_well, run_ranks
 
-SCRIPT = "from tests.rank_seeds import main; main()"
-SEEDS = [(0, 5), (5, 55), (55, 105), (105, 305), (305, 505)]
-LATE = [(0, 2), (2, 6), (6, 56), (56, 106)]
+NIGHT = pytest.mark.nightly
 
 
-def train(first: int, end: int, folder: Path, *options: str) -> None:
-    arguments = [str(first), str(end), str(folder), "--device", ranks.DEVICE, *options]
-    results = run_ranks(2, SCRIPT, *arguments, seconds=30 * (end - first), device="cpu")
+@pytest.mark.parametrize(
+    ("first", "end", "options"),
+    [
+        (0, 4, []),
+        (4, 6, ["--late"]),
+        pytest.param(5, 205, [], marks=NIGHT),
+        pytest.param(205, 255, ["--late"], marks=NIGHT),
+    ],
+)
+def test_random_trainings_do_what_torch_does(
+    first: int, end: int, options: list[str], tmp_path: Path
+) -> None:
+    arguments = [str(first), str(end), str(tmp_path), "--device", ranks.DEVICE, *options]
+    script = "from tests.rank_seeds import main; main()"
+    results = run_ranks(2, script, *arguments, seconds=30 * (end - first), device="cpu")
     assert all_well(results) == [f"{end - first} cases\n"] * 2
-
-
-@pytest.mark.parametrize(("first", "end"), quick(SEEDS, SEEDS[:1]))
-def test_random_trainings_do_what_torch_does(first: int, end: int, tmp_path: Path) -> None:
-    train(first, end, tmp_path)
-
-
-@pytest.mark.parametrize(("first", "end"), quick(LATE, LATE[:1]))
-def test_random_trainings_with_late_loads_do_what_torch_does(first: int, end: int, tmp_path: Path) -> None:
-    train(first, end, tmp_path, "--late")

@@ -11,7 +11,6 @@ import pytest
 import infinity
 
 from . import ranks
-from .quick import quick
 from .ranks import all_well, run_ranks
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -26,140 +25,61 @@ PLACES: dict[str, dict[str, Any]] = {
     },
 }
 
-#: ranks, model, placement, dtype, and what else is set
-CASES: dict[str, tuple[int, str, str, str, dict[str, Any]]] = {
-    "gpt": (2, "gpt", "nvme", "bf16", {"clip": 0.5, "accumulate": 2, "groups": True}),
-    "gpt, four ranks": (4, "gpt", "split", "fp32", {"clip": 0.5}),
-    "gpt, three ranks": (3, "gpt", "state on nvme", "bf16", {"accumulate": 3}),
-    "gpt, tied, recomputed": (
-        2,
-        "gpt",
-        "host",
-        "fp32",
-        {"sizes": {"tied": True, "recompute": "non-reentrant"}},
+TWO = {"accumulate": 2, "clip": 0.5}
+ONE_HAS_MORE = [{"turns": 2, "depths": [[3, 0]] * 2}] * 3
+#: The number of ranks, the placement, the dtype, the configuration, and what else is set.
+CASES: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
+    "gpt": (2, "nvme", "bf16", {}, {**TWO, "groups": True}),
+    "tied, recomputed, four ranks": (
+        *(4, "split", "fp32", {}),
+        {"clip": 0.5, "sizes": {"tied": True, "recompute": "non-reentrant"}},
     ),
-    "gpt, recomputed reentrantly": (2, "gpt", "nvme", "fp32", {"sizes": {"recompute": "reentrant"}}),
-    "gpt, partly frozen": (2, "gpt", "host", "bf16", {"frozen": ["blocks.0"]}),
-    "gpt, at once": (2, "gpt", "nvme", "fp32", {"config": {"update": "sync", "device_memory": "least"}}),
-    "gpt, activations on the host": (
-        *(2, "gpt", "device", "fp32"),
-        {"sizes": {"recompute": "non-reentrant"}, "config": {"activations": "host"}},
+    "stage 1, declared": (
+        *(3, "device", "fp32", {"zero_stage": 1, "accumulation": 1}),
+        {"sizes": {"tied": True, "recompute": "reentrant"}},
     ),
-    "gpt, stage 2": (
-        *(2, "gpt", "device", "bf16"),
-        {"accumulate": 2, "clip": 0.5, "config": {"zero_stage": 2, "optimizer_state": "host"}},
+    "at once, little memory": (
+        *(2, "nvme", "fp32", {"update": "sync", "device_memory": "2MiB"}),
+        {"sizes": {"recompute": "reentrant"}},
     ),
-    "gpt, stage 2, four ranks": (
-        *(4, "gpt", "state on nvme", "fp32"),
-        {"sizes": {"tied": True, "recompute": "reentrant"}, "config": {"zero_stage": 2}},
+    "activations on the host, partly frozen": (
+        *(2, "device", "fp32", {"activations": "host"}),
+        {"sizes": {"recompute": "non-reentrant"}, "frozen": ["blocks.0"]},
     ),
-    "gpt, stage 1": (
-        *(2, "gpt", "state on nvme", "bf16"),
-        {"accumulate": 2, "clip": 0.5, "config": {"zero_stage": 1}},
+    "stage 2": (2, "device", "bf16", {"zero_stage": 2, "optimizer_state": "host"}, TWO),
+    "stage 0": (3, "state on nvme", "bf16", {"zero_stage": 0}, TWO),
+    "stage 1, blocks of one rank": (
+        *(2, "device", "fp16", {"zero_stage": 1}),
+        {"program": ONE_HAS_MORE, "zeros": True},
     ),
-    "gpt, stage 1, declared": (
-        *(4, "gpt", "device", "fp32"),
-        {"sizes": {"tied": True, "recompute": "reentrant"}, "config": {"zero_stage": 1, "accumulation": 1}},
+    "8-bit moments and fp32 ones": (
+        *(3, "split", "bf16"),
+        {"optimizer_state_dtype": "8bit", "optimizer_state_fp32": ["*norm*", "*.bias", "tokens*"]},
+        TWO,
     ),
-    "gpt, stage 1, declared accumulation": (
-        *(2, "gpt", "device", "bf16"),
-        {"accumulate": 3, "clip": 0.5, "config": {"zero_stage": 1, "accumulation": 3}},
+    "Lion, bf16 moments, stage 1": (
+        *(2, "state on nvme", "fp32", {"optimizer_state_dtype": "bf16", "zero_stage": 1}),
+        {"optimizer": "lion"},
     ),
-    "gpt, stage 0": (
-        *(2, "gpt", "state on nvme", "bf16"),
-        {"accumulate": 2, "clip": 0.5, "config": {"zero_stage": 0}},
+    "Muon, bf16 moments": (
+        *(3, "nvme", "bf16", {"optimizer_state_dtype": "bf16"}),
+        {"optimizer": "muon", **TWO},
     ),
-    "gpt, stage 0, three ranks": (
-        *(3, "gpt", "device", "fp32"),
-        {"sizes": {"recompute": "non-reentrant"}, "config": {"zero_stage": 0, "optimizer_state": "host"}},
+    "Muon, stage 1, blocks of one rank": (
+        *(2, "device", "fp32", {"zero_stage": 1}),
+        {"optimizer": "muon", "program": ONE_HAS_MORE},
     ),
-    "gpt, stage 1, blocks of one rank": (
-        *(2, "gpt", "device", "fp16"),
-        {"program": [{"turns": 2, "depths": [[3, 0]] * 2}] * 3, "zeros": True, "config": {"zero_stage": 1}},
-    ),
-    "gpt, stage 0, blocks of one rank": (
-        *(2, "gpt", "device", "fp32"),
-        {
-            "sizes": {"recompute": "reentrant"},
-            "program": [{"turns": 2, "shape": "sum", "depths": [[3, 2], [3, 0]]}] * 2,
-            "config": {"zero_stage": 0},
-        },
-    ),
-    "gpt, bf16 moments": (
-        *(3, "gpt", "nvme", "bf16"),
-        {"clip": 0.5, "accumulate": 2, "config": {"optimizer_state_dtype": "bf16"}},
-    ),
-    "gpt, 8-bit moments": (
-        *(3, "gpt", "nvme", "bf16"),
-        {"clip": 0.5, "accumulate": 2, "config": {"optimizer_state_dtype": "8bit"}},
-    ),
-    "gpt, 8-bit moments, stage 1": (
-        *(2, "gpt", "state on nvme", "fp32"),
-        {"config": {"optimizer_state_dtype": "8bit", "zero_stage": 1}},
-    ),
-    "gpt, 8-bit moments and fp32 ones": (
-        *(3, "gpt", "split", "bf16"),
-        {
-            "config": {
-                "optimizer_state_dtype": "8bit",
-                "optimizer_state_fp32": ["*norm*", "*.bias", "tokens*"],
-            }
-        },
-    ),
-    "gpt, bf16 moments and fp32 ones, stage 1": (
-        *(2, "gpt", "state on nvme", "bf16"),
-        {
-            "accumulate": 2,
-            "config": {
-                "optimizer_state_dtype": "bf16",
-                "optimizer_state_fp32": ["blocks.*.weight"],
-                "zero_stage": 1,
-            },
-        },
-    ),
-    "gpt, Lion, bf16 moments, stage 1": (
-        *(2, "gpt", "state on nvme", "fp32"),
-        {"optimizer": "lion", "config": {"optimizer_state_dtype": "bf16", "zero_stage": 1}},
-    ),
-    "gpt, SGD": (2, "gpt", "split", "bf16", {"optimizer": "momentum"}),
-    "gpt, Adagrad, stage 0": (
-        2,
-        "gpt",
-        "device",
-        "fp32",
-        {"optimizer": "adagrad", "config": {"zero_stage": 0}},
-    ),
-    "gpt, Muon": (2, "gpt", "host", "fp32", {"optimizer": "muon", "config": {"update": "sync"}}),
-    "gpt, Muon, behind the forward": (
-        *(3, "gpt", "nvme", "bf16"),
-        {"optimizer": "muon", "clip": 0.5, "accumulate": 2, "config": {"optimizer_state_dtype": "bf16"}},
-    ),
-    "gpt, Muon, four ranks": (4, "gpt", "split", "fp32", {"optimizer": "muon", "frozen": ["blocks.0"]}),
-    "gpt, Muon, stage 2": (
-        *(2, "gpt", "device", "bf16"),
-        {"optimizer": "muon", "config": {"zero_stage": 2, "optimizer_state": "host"}},
-    ),
-    "gpt, Muon, stage 1, blocks of one rank": (
-        *(2, "gpt", "device", "fp32"),
-        {
-            "optimizer": "muon",
-            "program": [{"turns": 2, "depths": [[3, 0]] * 2}] * 3,
-            "config": {"zero_stage": 1},
-        },
-    ),
-    "gpt, Muon, stage 0": (
-        *(3, "gpt", "state on nvme", "fp32"),
-        {"optimizer": "muon", "config": {"zero_stage": 0}},
-    ),
-    "moe, stage 1": (2, "moe", "device", "bf16", {"config": {"zero_stage": 1}}),
-    "gpt2, stage 0": (2, "gpt2", "device", "fp16", {"accumulate": 2, "config": {"zero_stage": 0}}),
-    "cnn": (2, "cnn", "host", "fp32", {"accumulate": 2}),
-    "lstm": (2, "lstm", "split", "fp32", {}),
-    "moe": (2, "moe", "nvme", "bf16", {}),
-    "gpt2": (2, "gpt2", "host", "fp16", {"accumulate": 2}),
-    "llama": (2, "llama", "state on nvme", "bf16", {}),
-    "qwen2": (2, "qwen2", "nvme", "fp32", {"clip": 0.5}),
+    "moe": (2, "nvme", "bf16", {}, {"model": "moe"}),
+    "gpt2": (2, "host", "fp16", {}, {"model": "gpt2", "accumulate": 2}),
 }
+QUICK = ["gpt", "tied, recomputed, four ranks", "stage 1, declared"]
+
+
+def slow(values: Any, chosen: Any) -> list[Any]:
+    """Return values for `parametrize`. `make test-all` has those that are not chosen."""
+    marks = pytest.mark.integration
+    tuples = ((v, v if isinstance(v, tuple) else (v,)) for v in values)
+    return [v if v in chosen else pytest.param(*each, marks=marks) for v, each in tuples]
 
 
 def settings_of(folder: Path, place: str, dtype: str, **config: Any) -> dict[str, Any]:
@@ -174,22 +94,13 @@ def of_stage(folder: Path, stage: int) -> dict[str, Any]:
     return given if stage >= 2 else {**given, "gradients": None}
 
 
-STAGES = pytest.mark.parametrize("stage", quick(range(4), [3]))
-
-
-@pytest.mark.parametrize(
-    "name",
-    quick(CASES, ["gpt", "gpt, tied, recomputed", "gpt, bf16 moments"]),
-)
+@pytest.mark.parametrize("name", slow(CASES, QUICK))
 def test_ranks_train_as_plain_torch_does(name: str, tmp_path: Path) -> None:
-    world, model, place, dtype, more = CASES[name]
-    config = dict(more.get("config", {}))
-    if config.get("zero_stage", 3) < 2:
-        config["gradients"] = None  # unset
-    if config.get("device_memory") == "least":
-        config["device_memory"] = "2MiB"
-    given = {"model": model, "steps": 5, **more, "config": settings_of(tmp_path, place, dtype, **config)}
+    world, place, dtype, config, more = CASES[name]
+    unset = {"gradients": None} if config.get("zero_stage", 3) < 2 else {}
+    settings = settings_of(tmp_path, place, dtype, **config, **unset)
     script = "from tests.rank_training import main; main()"
+    given = {"model": "gpt", "steps": 4, **more, "config": settings}
     results = run_ranks(world, script, json.dumps(given), seconds=120)
     assert all_well(results) == ["same\n"] * world
 
@@ -245,66 +156,42 @@ LOAD_STATE = """
 state = adam.state_dict()
 for one in state["state"].values():
     one["exp_avg"] = one["exp_avg"] * 2
+adam.load_state_dict(state)
+step()
 """
-#: what the last of two ranks does and the first does not
+#: At which stage the last of two ranks does what the first does not. What they do to gradients is in
+#: test_rank_agreement.py.
 DIVERGES = {
-    "skips a layer": "model.order = [0, 2]\nstep()",
-    "uses layers in another order": "model.order = [1, 0, 2]\nstep()",
-    "does one more backward": "loss().backward()\nstep()",
-    "does one more forward": "with torch.no_grad(): loss()\nstep()",
-    "steps without a backward": "adam.step()\nstep()",
-    "steps twice": "step()\nadam.step()\nstep()",
-    "raises in its forward": "model.order = [7]\nstep()",
-    "raises in its backward": "l = loss()\nl.register_hook(lambda g: 1 / 0)\nl.backward()",
-    "raises in a hook": "model.layers[1].register_forward_hook(lambda *a: 1 / 0)\nstep()",
-    "raises between": "raise ValueError('mine')",
-    "is interrupted": "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)",
-    "gathers alone": "with infinity.gathered(model): pass\nstep()",
-    "edits alone": "with infinity.gathered(model.first, write=True): model.first.weight.data.zero_()\nstep()",
-    "looks at a gradient alone": "loss().backward()\ninfinity.gradient(model.last.weight)\nadam.step()",
-    "reads a gradient alone": "loss().backward()\nmodel.last.weight.grad.isnan().any()\nadam.step()",
-    "asks for a state dict alone": "model.state_dict()\nstep()",
-    "drops a gradient": "loss().backward()\nmodel.last.weight.grad = None\nloss().backward()\nadam.step()",
-    "drops a gradient before its step": "loss().backward()\nmodel.last.weight.grad = None\nadam.step()",
-    "scales a gradient": "loss().backward()\nmodel.last.weight.grad.mul_(0.5)\nadam.step()",
-    "clips to another limit": CLIP.format(0.01),
-    "loads other values": LOAD.format(2.0),
-    "loads another state": LOAD_STATE + "adam.load_state_dict(state)\nstep()",
-    "has another learning rate": "adam.param_groups[0]['lr'] = 0.5\nstep()",
-    "ends": "sys.exit(0)",
-    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "skips a layer": (3, "model.order = [0, 2]\nstep()"),
+    "raises in its forward": (3, "model.order = [7]\nstep()"),
+    "is killed": (2, "os.kill(os.getpid(), signal.SIGKILL)"),
+    "uses layers in another order": (2, "model.order = [1, 0, 2]\nstep()"),
+    "does one more backward": (1, "loss().backward()\nstep()"),
+    "does one more forward": (3, "with torch.no_grad(): loss()\nstep()"),
+    "steps twice": (0, "step()\nadam.step()\nstep()"),
+    "raises in its backward": (2, "l = loss()\nl.register_hook(lambda g: 1 / 0)\nl.backward()"),
+    "raises between": (0, "raise ValueError('mine')"),
+    "is interrupted": (1, "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"),
+    "edits alone": (
+        *(1, "with infinity.gathered(model.first, write=True): model.first.weight.data.zero_()\nstep()"),
+    ),
+    "asks for a state dict alone": (3, "model.state_dict()\nstep()"),
+    "clips to another limit": (3, CLIP.format(0.01)),
+    "loads other values": (0, LOAD.format(2.0)),
+    "loads another state": (1, LOAD_STATE),
+    "ends": (3, "sys.exit(0)"),
 }
 SAME = {
-    "drops a gradient": "loss().backward()\nloss().backward()\nadam.step()",
-    "looks at a gradient alone": "loss().backward()\nadam.step()",
-    "reads a gradient alone": "loss().backward()\nadam.step()",
     "clips to another limit": CLIP.format(0.02),
     "loads other values": LOAD.format(1.0),
     "loads another state": "adam.load_state_dict(adam.state_dict())\nstep()",
 }
 
 
-#: What ranks may do below stage 3: at 2 units stay to the next step, below that ranks may use different ones,
-#: and what a rank has whole it may look at alone.
-ALLOWED = {2: ["does one more forward"]}
-ALLOWED[1] = ["skips a layer", "uses layers in another order", "asks for a state dict alone", *ALLOWED[2]]
-ALLOWED[0] = ALLOWED[1]
-WAYS = [(how, stage) for stage in (3, 2, 1, 0) for how in DIVERGES if how not in ALLOWED.get(stage, ())]
-QUICK = [("skips a layer", 3), ("raises in its forward", 3)]
-#: Each way once in CI.
-ONCE = {how: stage for how, stage in reversed(WAYS) if (how, stage) not in QUICK}
-
-
-@pytest.mark.parametrize(
-    ("how", "stage"),
-    [
-        *QUICK,
-        *(pytest.param(*way, marks=pytest.mark.integration) for way in ONCE.items()),
-        *(pytest.param(*w, marks=pytest.mark.nightly) for w in WAYS if w not in [*QUICK, *ONCE.items()]),
-    ],
-)
-def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: Path) -> None:
-    same, other = (text.replace("\n", "\n    ") for text in (SAME.get(how, "step()"), DIVERGES[how]))
+@pytest.mark.parametrize("how", slow(DIVERGES, [*DIVERGES][:3]))
+def test_ranks_that_do_not_do_the_same_all_end(how: str, tmp_path: Path) -> None:
+    stage, other = DIVERGES[how]
+    same, other = (text.replace("\n", "\n    ") for text in (SAME.get(how, "step()"), other))
     script = f"{HEAD}{LOOP}if rank == 0:\n    {same}\nelse:\n    {other}\nstep()\nstep()\n"
     results = run_ranks(2, script, json.dumps(of_stage(tmp_path, stage)), seconds=60)
     (first, _, said), (last, _, other_said) = results
@@ -314,40 +201,16 @@ def test_ranks_that_do_not_do_the_same_all_end(how: str, stage: int, tmp_path: P
         assert last == 1, other_said
 
 
-@pytest.mark.parametrize("stage", quick([0, 1, 2], [1]))
-def test_what_ranks_may_do_below_stage_3(stage: int, tmp_path: Path) -> None:
-    script = HEAD + LOOP
-    for how in ALLOWED[stage]:
-        other = DIVERGES[how].replace("\n", "\n    ")
-        script += f"if rank == 0:\n    step()\nelse:\n    {other}\n    model.order = [0, 1, 2]\n"
-    script += "step()\nprint(adam.grad_norm)\ninfinity.close(adam)\n"
-    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
-    assert first == second
-
-
-@pytest.mark.integration
-def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
-    script = HEAD + LOOP + "model.order = [0, 1] if rank else [0, 1, 2]\nstep()\n"
-    for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, 1) | {"accumulation": 1})):
-        assert code == 1
-        assert "DivergenceError" in err
-
-
-@pytest.mark.on_cpu
-@STAGES
-def test_a_model_is_moved_to_the_cpu_of_its_rank(stage: int, tmp_path: Path) -> None:
-    """As transformers' Trainer does."""
-    script = HEAD + LOOP + "assert model.to(torch.device('cpu', rank)) is model.to('cpu:1')\nstep()\n"
-    all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
-
-
-@STAGES
-def test_a_state_dict_behind_a_forward_is_loaded(stage: int, tmp_path: Path) -> None:
-    """Below stage 3 units are gathered then, for the backward; and in a block, on all ranks."""
-    script = (
-        HEAD
-        + LOOP
-        + """
+#: Programs that do the same on all ranks, and print the same; and the stages at which they may.
+TOGETHER: dict[str, tuple[range, str]] = {
+    "a model is moved to the CPU of its rank": (  # as transformers' Trainer does
+        range(4),
+        "assert model.to(torch.device('cpu', rank)) is model.to('cpu:1')\nstep()\n",
+    ),
+    # Below stage 3 units are gathered behind a forward, for the backward; and in a block, on all ranks.
+    "a state dict is loaded": (
+        range(4),
+        """
 before = {name: value.clone() for name, value in model.state_dict().items()}
 for how in ("before a forward", "behind one", "in a block"):
     step()
@@ -361,19 +224,13 @@ for how in ("before a forward", "behind one", "in a block"):
     loss()
     step()
     assert not torch.equal(model.state_dict()["last.weight"], before["last.weight"]), how
-infinity.close(adam)
-"""
-    )
-    all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
-
-
-@STAGES
-def test_what_is_added_to_gradients_counts(stage: int, tmp_path: Path) -> None:
-    """As the mean over ranks, as what a backward brings."""
-    script = (
-        HEAD
-        + LOOP
-        + """
+""",
+    ),
+    # What is added counts as the mean over ranks, as what a backward brings; a factor of it is not one of the
+    # next backward.
+    "gradients are added to": (
+        range(4),
+        """
 weight = model.last.weight
 for more in ("one rank", "all", "and a backward"):
     loss().backward()
@@ -389,42 +246,19 @@ for more in ("one rank", "all", "and a backward"):
     adam.step()
     adam.zero_grad()
     assert not torch.equal(model.state_dict()["last.weight"], was["last.weight"])
+loss().backward()
+first = infinity.gradient(weight)
+weight.grad.add_(torch.ones(8, 32))
+weight.grad.mul_(0.5)
+loss().backward()
+torch.testing.assert_close(infinity.gradient(weight), (first + 1) * 0.5 + first)
+adam.step()
 print(float(model.state_dict()["last.weight"].double().sum()).hex())
-infinity.close(adam)
-"""
-    )
-    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
-    assert first == second
-
-
-@pytest.mark.parametrize("what", ["state on one rank", "another step"])
-def test_wrap_with_optimizers_that_are_not_the_same(what: str, tmp_path: Path) -> None:
-    script = (
-        HEAD
-        + """
-model(torch.ones(2, 8)).square().mean().backward()
-if rank == int(sys.argv[2]) or sys.argv[3] == "another step":
-    adam.step()
-if rank == int(sys.argv[2]) and sys.argv[3] == "another step":
-    adam.state[model.last.weight]["step"] += 7
-model.zero_grad()
-infinity.wrap(model, adam, config)
-"""
-    )
-    for who in (0, 1):
-        given = json.dumps(of_stage(tmp_path, 3))
-        for code, _, err in run_ranks(2, script, given, str(who), what):
-            assert code == 1
-            assert "DivergenceError" in err
-
-
-@STAGES
-def test_a_rank_that_catches_what_it_raised_may_go_on(stage: int, tmp_path: Path) -> None:
-    """As long as what it does is what the others do."""
-    script = (
-        HEAD
-        + LOOP
-        + """
+""",
+    ),
+    "a rank catches what it raised": (
+        range(4),
+        """
 if rank == 1:
     model.order = [7]
     try:
@@ -433,20 +267,66 @@ if rank == 1:
         model.order = [0, 1, 2]
 step()
 print(adam.grad_norm)
+""",
+    ),
+    "edits of one rank count on all": (
+        range(4),
+        """
+for source in (0, 1):
+    with infinity.gathered(model.first, write=True, source=source), torch.no_grad():
+        model.first.weight.fill_(rank + 2.0)
+    with infinity.gathered(model):
+        assert model.first.weight.eq(source + 2.0).all()
+with infinity.gathered(model):
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+assert all(torch.equal(kept[n], v) for n, v in model.state_dict().items())
+infinity.unwrap(model)
+assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
+print(float(sum(v.double().sum() for v in kept.values())))
+model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+""",
+    ),
+    "nobody holds units": (
+        range(4),
+        "infinity.flush(adam)\nassert infinity.metrics(adam)['memory/held_units'] == 0\n",
+    ),
+    # The process group that the first `wrap` made is that of all later ones, on ranks that are late, too.
+    "a second model outlives the first": (
+        range(4),
+        """
+other = nn.Linear(8, 8)
+other, its = infinity.wrap(other, torch.optim.AdamW(other.parameters()), config)
 infinity.close(adam)
-"""
-    )
-    settings = of_stage(tmp_path, stage)
-    first, second = all_well(run_ranks(2, script, json.dumps(settings)))
-    assert first == second
-
-
-@STAGES
-def test_what_arrives_on_one_rank_is_the_gradient_of_all(stage: int, tmp_path: Path) -> None:
-    """A parameter that a rank does not use has a gradient there all the same; one that none uses has none."""
-    script = (
-        HEAD
-        + """
+other(torch.ones(2, 8)).sum().backward()
+its.step()
+time.sleep(0.3 if rank == 0 else 0)
+infinity.close(its)
+adam = None
+""",
+    ),
+    # Nothing has happened when options differ: with the same ones the ranks go on.
+    "options that differ": (
+        range(4),
+        """
+from infinity.core.errors import DivergenceError
+loss().backward()
+if rank == 1:
+    adam.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
+try:
+    adam.step()
+except DivergenceError as error:
+    said = f"{error.what}: {error.found}; {error.cure}"
+assert "the ranks make a step with different options: lr of param group 0: rank 0: " in said
+assert "; rank 1: 0.25. betas of param group 0: rank 0: (0.9, 0.999); rank 1: (0.5, 0.75); " in said
+adam.param_groups[0].update(lr=0.125, betas=(0.5, 0.75))
+adam.step()
+""",
+    ),
+    # A parameter that one rank does not use has a gradient there all the same; one that none uses has none.
+    "a gradient of one rank": (
+        range(4),
+        """
+infinity.close(adam)
 class Switch(nn.Module):
     def __init__(self):
         super().__init__()
@@ -459,144 +339,195 @@ class Switch(nn.Module):
 config = inner.config(**json.loads(sys.argv[1]), units=["Switch"])
 model = Switch()
 model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0), config)
-x = torch.ones(2, 8)
+x, nothing = torch.ones(2, 8), []
 for uses in ((0, 1), (2, 0), (1, 1)):
     for use in (uses[rank], 2):  # one that is only accumulated to on some ranks, too
         model(x, use).sum().backward()
     found = {n: infinity.gradient(p) for n, p in model.named_parameters()}
     print({n: None if g is None else g.flatten()[:2].tolist() for n, g in found.items()})
+    nothing.append([n for n, g in found.items() if g is None])
     adam.step()
     adam.zero_grad()
-print(model.state_dict()["one"].tolist(), model.state_dict()["none"].tolist())
-infinity.close(adam)
+assert nothing == [["none"], ["other", "none"], ["one", "none"]], nothing
+assert model.state_dict()["none"].tolist() == [1.0] * 8
+""",
+    ),
+    # Below stage 3 units stay to the next step.
+    "one more forward": (
+        range(3),
+        "if rank:\n    with torch.no_grad(): loss()\nstep()\nprint(adam.grad_norm)",
+    ),
+    # Below stage 2 ranks may use different ones. The first one alone evaluates, and has then gathered what
+    # the other has not.
+    "other layers": (
+        range(2),
+        """
+for order in ([0, 2], [1, 0, 2], []):
+    model.order = order if rank else [0, 1, 2]
+    step()
+    if rank == 0:
+        with torch.no_grad():
+            loss()
+    print(float(sum(v.double().sum() for v in model.state_dict().values())).hex())
+""",
+    ),
+}
+EACH = """
+import json, sys
+head, parts = json.loads(sys.argv[2])
+for name, part in parts.items():
+    print(name, flush=True)
+    names = {"__name__": "__main__"}
+    exec(compile(head + part, "<rank>", "exec"), names)
+    if names["adam"] is not None:
+        names["infinity"].close(names["adam"])
+    names.clear()
 """
-    )
-    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
+
+
+@pytest.mark.parametrize("stage", slow(range(4), [1, 3]))
+def test_what_ranks_do_together(stage: int, tmp_path: Path) -> None:
+    parts = {name: part for name, (stages, part) in TOGETHER.items() if stage in stages}
+    if ranks.DEVICE == "lagging":
+        del parts["a model is moved to the CPU of its rank"]
+    arguments = json.dumps(of_stage(tmp_path, stage)), json.dumps([HEAD + LOOP, parts])
+    first, second = all_well(run_ranks(2, EACH, *arguments, seconds=200))
     assert first == second
-    lines = first.splitlines()
-    assert all("'none': None" in line for line in lines[:3])
-    assert ["'one': None" in line for line in lines[:3]] == [False, False, True]
-    assert ["'other': None" in line for line in lines[:3]] == [False, True, False]
-    assert lines[3].endswith(str([1.0] * 8))
 
 
-@STAGES
-def test_a_gradient_that_a_user_assigns_is_refused(stage: int, tmp_path: Path) -> None:
-    script = HEAD + LOOP + "model.last.weight.grad = torch.ones(8, 32)\nloss().backward()\n"
-    for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))):
-        assert code == 1
-        assert "GradientError: with several ranks, you cannot assign a gradient to 'last.weight'" in err
-
-
-@STAGES
-def test_edits_of_one_rank_count_on_all(stage: int, tmp_path: Path) -> None:
-    script = (
-        HEAD
-        + LOOP
-        + """
-for source in (0, 1):
-    with infinity.gathered(model.first, write=True, source=source), torch.no_grad():
-        model.first.weight.fill_(rank + 2.0)
-    with infinity.gathered(model):
-        assert model.first.weight.eq(source + 2.0).all()
-with infinity.gathered(model):
-    kept = {n: p.clone() for n, p in model.named_parameters()}
-assert all(torch.equal(kept[n], v) for n, v in model.state_dict().items())
-infinity.unwrap(model)
-assert all(torch.equal(kept[n], p) for n, p in model.named_parameters())
-print(float(sum(v.double().sum() for v in kept.values())))
+WRAP = "infinity.wrap(model, adam, config)"
+TRAINED = "model(torch.ones(2, 8)).square().mean().backward()\nif {}:\n    adam.step()\nmodel.zero_grad()\n"
+OPTIMIZER = "adam = torch.optim.AdamW(model.parameters())\n"
+META = "with torch.device('meta' if rank == {} else 'cpu'):\n    {}\n" + OPTIMIZER
+BUFFER = "model.register_buffer('of_rank', {})\n"
+#: What is refused on all ranks, and words that each of them says.
+REFUSED: dict[str, tuple[str, list[str]]] = {
+    "state on one rank": (TRAINED.format("rank") + WRAP, ["DivergenceError"]),
+    "another step": (
+        TRAINED.format("True") + "adam.state[model.last.weight]['step'] += 7 * rank\n" + WRAP,
+        ["DivergenceError"],
+    ),
+    "settings": (
+        "if rank:\n    config = config.replace(max_grad_norm=0.5, update='sync')\n" + WRAP,
+        [
+            "DivergenceError: the ranks have different settings",
+            "max_grad_norm: rank 0: None; rank 1: 0.5",
+            "update: rank 0: 'overlap'; rank 1: 'sync'",
+        ],
+    ),
+    "a model": (
+        "if rank:\n    model.last = nn.Linear(32, 9)\n" + OPTIMIZER + WRAP,
+        ["DivergenceError: the ranks have different models", "last.weight", "(8, 32)", "(9, 32)"],
+    ),
+    # Buffers are the first rank's: others would get the bytes of another one.
+    "the shape of a buffer": (
+        BUFFER.format("torch.ones(2 + rank)") + WRAP,
+        ["DivergenceError: the ranks have different models", "the buffer "],
+    ),
+    "the order of buffers": (
+        "for name in ('mean', 'std')[:: -1 if rank else 1]:\n    model.register_buffer(name, torch.ones(2))\n"
+        + WRAP,
+        ["DivergenceError: the ranks have different models"],
+    ),
+    "no values": (META.format(0, "model.last = nn.Linear(32, 8)") + WRAP, ["WrapError"]),
+    "no values of an attribute": (META.format(1, "model.scale = torch.ones(3)") + WRAP, ["WrapError"]),
+    "stage 1 on NVMe": ("config = config.replace(zero_stage=1, gradients=None)\n" + WRAP, ["ConfigError"]),
+    "stage 2 on NVMe": ("config = config.replace(zero_stage=2)\n" + WRAP, ["ConfigError"]),
+    "delayed updates": ("config = config.replace(update='delayed')\n" + WRAP, ["ConfigError"]),
+    "little memory": ("config = config.replace(device_memory=4096)\n" + WRAP, ["BudgetError"]),
+    "inference": (
+        "infinity.inference(nn.Linear(2, 2), config)",
+        ["`infinity.inference` is not available"],
+    ),
+    "a source": (
+        LOOP + "with infinity.gathered(model, source=2):\n    pass",
+        ["names a rank that does not exist"],
+    ),
+    "a gradient that is assigned": (
+        LOOP + "model.last.weight.grad = torch.ones(8, 32)\nloss().backward()\n",
+        ["GradientError: with several ranks, you cannot assign a gradient to 'last.weight'"],
+    ),
+    "a version": (
+        "import infinity.hardware.comm as comm\nif rank:\n    comm.__version__ = '0.0.1'\n" + WRAP,
+        [
+            "DivergenceError: the ranks run different versions",
+            f"rank 0: infinity {infinity.__version__}, torch ",
+            "; rank 1: infinity 0.0.1, torch ",
+        ],
+    ),
+}
+EACH_IS_REFUSED = """
+import json, sys
+import infinity
+head, parts = json.loads(sys.argv[2])
+for name, part in parts.items():
+    try:
+        exec(compile(head + part, "<rank>", "exec"), {"__name__": "__main__"})
+    except infinity.InfinityError as error:
+        print(json.dumps([name, f"{type(error).__name__}: {error}"]), flush=True)
+    else:
+        raise AssertionError(name)
 """
-    )
-    first, second = all_well(run_ranks(2, script, json.dumps(of_stage(tmp_path, stage))))
-    assert first == second
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("infinity.inference(nn.Linear(2, 2), config)", "`infinity.inference` is not available"),
-        ("with infinity.gathered(model, source=2): pass", "names a rank that does not exist"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused(call: str, words: str, tmp_path: Path) -> None:
-    for code, _, err in run_ranks(2, HEAD + LOOP + call, json.dumps(settings_of(tmp_path, "host", "fp32"))):
+def test_what_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    parts = {name: part for name, (part, _) in REFUSED.items()}
+    arguments = json.dumps(settings_of(tmp_path, "nvme", "fp32")), json.dumps([HEAD, parts])
+    for said in all_well(run_ranks(2, EACH_IS_REFUSED, *arguments, seconds=120)):
+        found = dict(json.loads(line) for line in said.splitlines())
+        assert found.keys() == REFUSED.keys()
+        for name, (_, words) in REFUSED.items():
+            assert all(each in found[name] for each in words), (name, found[name])
+
+
+def test_declared_accumulation_needs_the_same_layers(tmp_path: Path) -> None:
+    script = HEAD + LOOP + "model.order = [0, 1] if rank else [0, 1, 2]\nstep()\n"
+    for code, _, err in run_ranks(2, script, json.dumps(of_stage(tmp_path, 1) | {"accumulation": 1})):
         assert code == 1
-        assert words in err
+        assert "DivergenceError" in err
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"zero_stage": 1, "gradients": None}, {"zero_stage": 2}, {"update": "delayed"}, {"device_memory": 4096}],
-)
-def test_what_a_config_cannot_have_is_refused_on_all_ranks(more: dict[str, Any], tmp_path: Path) -> None:
-    given = {**settings_of(tmp_path, "nvme", "fp32"), **more}
-    for code, _, err in run_ranks(2, HEAD + LOOP, json.dumps(given)):
-        assert code == 1
-        assert "ConfigError" in err or "BudgetError" in err
-
-
-@pytest.mark.first
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_sent_is_what_zero_says(stage: int, tmp_path: Path) -> None:
-    """Per rank, times (N - 1) / N, of every element, in K backwards: stage 0 sends 2 r, stage 1 r + c,
-    stage 2 c + K r, stage 3 at most K (2 c + r). Here all three are 4 bytes."""
-    script = (
-        HEAD
-        + LOOP
-        + """
-from infinity.api.engine import engine_of
-engine = engine_of(adam)
-elements = sum(u.layout.gathered_nbytes for u in engine.units) // 4
-for _ in range(2):
-    before = engine.comm.sent
-    for _ in range(3):
-        loss().backward()
-    adam.step()
-    adam.zero_grad()
-print((engine.comm.sent - before) / (4 * elements) * world / (world - 1))
-"""
-    )
-    given = settings_of(tmp_path, "device", "fp32", zero_stage=stage, prefetch_memory=0)
-    given["gradients"] = None
-    for said in all_well(run_ranks(2, script, json.dumps(given))):
-        assert float(said) == {0: 2, 1: 2, 2: 4}[stage] if stage < 3 else 3 < float(said) <= 9
-
-
-@pytest.mark.first
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_collectives_run_behind_compute(stage: int, tmp_path: Path) -> None:
-    """All reductions do, and from stage 2 on all gathers but that of the first unit of a cycle; at stage 0
-    reduced gradients are gathered."""
-    script = (
-        HEAD
-        + LOOP
-        + """
+#: Prints what a step of three backwards sends, in elements of all parameters, and which of its collectives
+#: run on the ranks' own thread.
+TRAFFIC = """
 import threading
 from infinity.api.engine import engine_of
 engine = engine_of(adam)
+elements = sum(u.layout.gathered_nbytes for u in engine.units) // 4
 there = {"gather": [], "reduce": []}
 for name, threads in there.items():
     def watched(run, call=getattr(engine.comm, name), threads=threads, **settings):
         threads.append(threading.current_thread().name == "infinity-ranks")
         return call(run, **settings)
     setattr(engine.comm, name, watched)
-for _ in range(3):
+for _ in range(2):
     for threads in there.values():
         threads.clear()
-    loss().backward()
+    before = engine.comm.sent
+    for _ in range(3):
+        loss().backward()
     adam.step()
     adam.zero_grad()
-print(json.dumps([there, len(engine.units[0].layout.runs)]))
+sent = (engine.comm.sent - before) / (4 * elements) * world / (world - 1)
+print(json.dumps([sent, there, len(engine.units[0].layout.runs)]))
 """
-    )
-    given = settings_of(tmp_path, "device", "fp32", zero_stage=stage)
-    given["gradients"] = None
-    for said in all_well(run_ranks(2, script, json.dumps(given))):
-        there, runs = json.loads(said)
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+def test_what_is_sent_and_by_whom(stage: int, tmp_path: Path) -> None:
+    """Per rank, times (N - 1) / N, of every element, in K backwards: stage 0 sends 2 r, stage 1 r + c,
+    stage 2 c + K r, stage 3 at most K (2 c + r). Here all three are 4 bytes. All reductions run behind
+    compute, and from stage 2 on all gathers but that of the first unit of a cycle; at stage 0 reduced
+    gradients are gathered."""
+    given = {**settings_of(tmp_path, "device", "fp32", zero_stage=stage), "gradients": None}
+    for said in all_well(run_ranks(2, HEAD + LOOP + TRAFFIC, json.dumps(given))):
+        sent, there, runs = json.loads(said)
+        assert sent == {0: 2, 1: 2, 2: 4}[stage] if stage < 3 else 3 < sent <= 9
         assert there["reduce"]
         assert all(there["reduce"])
         if stage != 1:
-            assert there["gather"].count(False) <= (runs if stage else 0) < len(there["gather"])
+            assert there["gather"].count(False) <= (3 * runs if stage else 0) < len(there["gather"])
 
 
 SHORT_OF_MEMORY = """
@@ -661,11 +592,8 @@ for case in json.loads(sys.argv[2]):
 """
 
 
-@pytest.mark.parametrize("place", quick(["nvme", "host", "device"], ["nvme"]))
-def test_a_rank_that_is_short_of_memory_gathers_in_the_order_of_the_others(
-    place: str, tmp_path: Path
-) -> None:
-    given = settings_of(tmp_path, place, "fp32", units=["Linear"])
+def test_a_rank_that_is_short_of_memory_gathers_in_the_order_of_the_others(tmp_path: Path) -> None:
+    given = settings_of(tmp_path, "nvme", "fp32", units=["Linear"])
     cases = [("prefetch", 0, True), ("prefetch", 2, False), ("prefetch", 99, True), ("load_now", 2, True)]
     cases = cases[1:3] if ranks.DEVICE == "lagging" else cases  # a case takes seconds there
     results = run_ranks(2, HEAD + SHORT_OF_MEMORY, json.dumps(given), json.dumps(cases), seconds=180)
@@ -687,75 +615,6 @@ def test_a_rank_without_any_memory_for_a_unit_is_named(tmp_path: Path) -> None:
     assert "RankError" in first[2]
     assert "rank 1" in first[2]
     assert "DivergenceError" not in first[2] + second[2]
-
-
-LAYERDROP = """
-config = inner.config(**{**json.loads(sys.argv[1]), **json.loads(sys.argv[2])})
-import copy
-plain = copy.deepcopy(model)
-torch_adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-model, adam = infinity.wrap(model, adam, config)
-orders = [[[0, 1, 2], [0, 1, 2]], [[0, 2], [1]], [[1], []], [[0, 1, 2], [0, 1, 2]]]
-
-def loss(model, rank, step):
-    model.order = orders[step][rank]
-    return model(torch.full((2, 8), rank + 1.0)).square().mean()
-
-for step in range(len(orders)):
-    loss(model, rank, step).backward()
-    adam.step()
-    adam.zero_grad()
-    if step == 1 and rank == 0:
-        with torch.no_grad():
-            loss(model, rank, step)  # the first rank alone evaluates
-    sum(loss(plain, r, step) for r in range(world)).div(world).backward()
-    torch_adam.step()
-    torch_adam.zero_grad()
-for name, value in model.state_dict().items():
-    torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
-print(float(sum(v.double().sum() for v in model.state_dict().values())).hex())
-"""
-
-
-def test_ranks_may_use_different_layers_below_stage_2(tmp_path: Path) -> None:
-    """As in DistributedDataParallel(find_unused_parameters=True); the same bits in both stages."""
-    given = settings_of(tmp_path, "device", "fp32", gradients=None)
-    said: list[str] = []
-    for stage in (0, 1):
-        said += all_well(run_ranks(2, HEAD + LAYERDROP, json.dumps(given), json.dumps({"zero_stage": stage})))
-    assert len(set(said)) == 1
-
-
-@STAGES
-def test_nobody_holds_units_but_users(stage: int, tmp_path: Path) -> None:
-    script = HEAD + LOOP + "infinity.flush(adam)\nprint(infinity.metrics(adam)['memory/held_units'])\n"
-    results = run_ranks(2, script, json.dumps(of_stage(tmp_path, stage)))
-    assert all_well(results) == ["0.0\n"] * 2
-    assert not any("stay on the device" in err for _, _, err in results)
-
-
-UNEVEN = """
-model, adam = infinity.wrap(model, adam, config)
-x = torch.full((2, 8), rank + 1.0)
-for order in ([0], [0, 1, 2]), ([1], []):
-    model.order = [0, 1, 2]
-    model(x).square().mean().backward()
-    adam.step()
-    adam.zero_grad()
-    model.order = order[rank]
-    with torch.no_grad():
-        model(x)
-    found = model.state_dict()
-print(float(sum(v.double().sum() for v in found.values())).hex())
-infinity.close(adam)
-"""
-
-
-def test_a_state_dict_behind_an_evaluation_with_different_layers(tmp_path: Path) -> None:
-    """Below stage 2 a rank has gathered what another has not."""
-    given = settings_of(tmp_path, "device", "fp32", gradients=None, zero_stage=1)
-    first, second = all_well(run_ranks(2, HEAD + UNEVEN, json.dumps(given)))
-    assert first == second
 
 
 GRADIENTS = """
@@ -815,7 +674,7 @@ for accumulation in (None, 2) if stage < 2 else (None,):
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("stage", quick(range(4), [1, 3]))
+@pytest.mark.parametrize("stage", [3, 1])
 def test_what_users_do_to_gradients(stage: int, tmp_path: Path) -> None:
     """What torch does with the mean of the losses."""
     given = settings_of(tmp_path, "device", "fp32")
@@ -825,7 +684,7 @@ def test_what_users_do_to_gradients(stage: int, tmp_path: Path) -> None:
 
 BUILT = """
 import gc
-from transformers import LlamaForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import LlamaForCausalLM
 from infinity.api.init import scratch_extent
 
 given = json.loads(sys.argv[1])
@@ -846,7 +705,6 @@ class Odd(nn.Module):
 
 build = {
     "odd": lambda: Odd(),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=99, n_positions=9)),
     "llama": lambda: LlamaForCausalLM.from_pretrained(sys.argv[2]),
 }
 for name, make in build.items():
@@ -873,64 +731,17 @@ for name, make in build.items():
 """
 
 
+@pytest.mark.integration
 def test_other_ranks_than_the_first_build_without_memory(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, **sizes)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     given = settings_of(tmp_path, "nvme", "fp32")
-    results = run_ranks(2, HEAD + BUILT, json.dumps(given), str(tmp_path / "llama"))
-    first, second = all_well(results)
+    arguments = json.dumps(given), str(tmp_path / "llama")
+    first, second = all_well(run_ranks(2, HEAD + BUILT, *arguments, imports=["transformers"]))
     assert first == second
-
-
-def test_no_values_on_the_first_rank_or_in_an_attribute(tmp_path: Path) -> None:
-    script = """
-with torch.device("meta" if rank == int(sys.argv[2]) else "cpu"):
-    model.last = nn.Linear(32, 8)
-    model.scale = torch.ones(3)
-adam = torch.optim.AdamW(model.parameters())
-infinity.wrap(model, adam, config)
-"""
-    given = json.dumps(settings_of(tmp_path, "host", "fp32"))
-    for meta, words in (("0", "'last.weight' has no values"), ("1", "'scale' has no values on this rank")):
-        results = run_ranks(2, HEAD + script, given, meta)
-        assert [code for code, *_ in results] == [1, 1]
-        for rank, (_, _, err) in enumerate(results):
-            assert words in err if rank == int(meta) else "WrapError" in err
-
-
-def test_transfers_of_slices_are_large(tmp_path: Path) -> None:
-    """Every rank's drive works for every unit, in blocks of 512 KiB and more, where its slice is as large."""
-    script = """
-import json, os, sys
-import torch
-from torch import nn
-import infinity
-from infinity.api.engine import engine_of
-model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 1024)) for _ in range(3)))
-adam = torch.optim.AdamW(model.parameters())
-model, adam = infinity.wrap(model, adam, infinity.Config(**json.loads(sys.argv[1])))
-for _ in range(3):
-    model(torch.ones(2, 1024)).square().mean().backward()
-    adam.step()
-    adam.zero_grad()
-infinity.flush(adam)
-engine = engine_of(adam)
-assert all(u.layout.shard_nbytes >= 2 << 20 for u in engine.units)
-(stats,) = engine.store.ring_stats()
-for nbytes, count in ((stats.bytes_read, stats.reads), (stats.bytes_written, stats.writes)):
-    assert nbytes > 20 << 20, nbytes
-    assert nbytes >= count << 19, (nbytes, count)
-"""
-    all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "nvme", "fp32"))))
 
 
 def test_no_sync(tmp_path: Path) -> None:
@@ -962,115 +773,13 @@ infinity.close(adam)
         assert all(("no_sync() does nothing" in err) == (stage == 2) for _, _, err in results)
 
 
-def test_an_edit_on_one_rank_alone_is_told_where_each_has_its_own_values(tmp_path: Path) -> None:
-    edit = """
-if rank == int(sys.argv[2]) or sys.argv[2] == "2":
-    with torch.no_grad():
-        model.last.weight.mul_(0.5)
-loss().backward()
-adam.step()
-"""
-    given = settings_of(tmp_path, "device", "fp32", zero_stage=0, gradients=None)
-    for _, _, err in run_ranks(2, HEAD + LOOP + edit, json.dumps(given), "0"):
-        assert "DivergenceError" in err
-        assert "last.weight: rank 0: " in err
-    all_well(run_ranks(2, HEAD + LOOP + edit, json.dumps(given), "2"))
-
-
-def test_a_second_model_outlives_the_first(tmp_path: Path) -> None:
-    """The process group that the first `wrap` made is that of all later ones, on ranks that are late, too."""
-    script = (
-        HEAD
-        + LOOP
-        + """
-other = nn.Linear(8, 8)
-other, its = infinity.wrap(other, torch.optim.AdamW(other.parameters()), config)
-infinity.close(adam)
-other(torch.ones(2, 8)).sum().backward()
-its.step()
-if rank == 0:
-    time.sleep(1)
-infinity.close(its)
-again = nn.Linear(8, 8)
-again, its = infinity.wrap(again, torch.optim.AdamW(again.parameters()), config)
-infinity.close(its)
-"""
-    )
-    all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "host", "fp32"))))
-
-
-def test_settings_and_models_that_differ_are_named(tmp_path: Path) -> None:
-    script = (
-        HEAD
-        + """
-import dataclasses
-what = sys.argv[2]
-if rank == 1 and what == "settings":
-    config = config.replace(max_grad_norm=0.5, update="sync")
-elif rank == 1:
-    model.last = nn.Linear(32, 9)
-    adam = torch.optim.AdamW(model.parameters())
-infinity.wrap(model, adam, config)
-"""
-    )
-    given = json.dumps(settings_of(tmp_path, "host", "fp32"))
-    for code, _, err in run_ranks(2, script, given, "settings"):
-        assert code == 1
-        assert "DivergenceError: the ranks have different settings" in err
-        assert "max_grad_norm: rank 0: None; rank 1: 0.5" in err
-        assert "update: rank 0: 'overlap'; rank 1: 'sync'" in err
-    for code, _, err in run_ranks(2, script, given, "model"):
-        assert code == 1
-        assert "DivergenceError: the ranks have different models" in err
-        assert "last.weight" in err
-        assert "(8, 32)" in err
-        assert "(9, 32)" in err
-
-
-def test_options_that_differ_are_told_by_key_and_both_values(tmp_path: Path) -> None:
-    """Nothing has happened then: with the same options the ranks go on."""
-    script = (
-        HEAD
-        + LOOP
-        + """
-from infinity.core.errors import DivergenceError
-loss().backward()
-if rank == 1:
-    adam.param_groups[0].update(lr=0.25, betas=(0.5, 0.75))
-try:
-    adam.step()
-except DivergenceError as error:
-    print(f"{error.what}: {error.found}; {error.cure}")
-adam.param_groups[0].update(lr=0.125, betas=(0.5, 0.75))
-adam.step()
-"""
-    )
-    for said in all_well(run_ranks(2, script, json.dumps(settings_of(tmp_path, "host", "fp32")))):
-        assert "the ranks make a step with different options: lr of param group 0: rank 0: " in said
-        assert "; rank 1: 0.25. betas of param group 0: rank 0: (0.9, 0.999); rank 1: (0.5, 0.75); " in said
-
-
-def test_versions_that_differ_are_named(tmp_path: Path) -> None:
-    script = """
-import infinity.hardware.comm
-if rank == 1:
-    infinity.hardware.comm.__version__ = "0.0.1"
-infinity.wrap(model, adam, config)
-"""
-    for code, _, err in run_ranks(2, HEAD + script, json.dumps(settings_of(tmp_path, "host", "fp32"))):
-        assert code == 1
-        assert "DivergenceError: the ranks run different versions" in err
-        assert f"rank 0: infinity {infinity.__version__}, torch " in err
-        assert "; rank 1: infinity 0.0.1, torch " in err
-
-
 EXPERTS = """
-import copy, json, os, sys
+import json, os, sys
 import infinity, torch
 from torch import nn
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-settings, cases = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+settings, cases, sets = json.loads(sys.argv[1]), json.loads(sys.argv[2]), []
 
 
 class Expert(nn.Linear):
@@ -1099,38 +808,28 @@ class Root(MoE):  # calls the experts itself
 
 for units in cases:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), MoE(), nn.Tanh()) if units == ["MoE"] else Root()
-    model = copy.deepcopy(plain)
+    model = nn.Sequential(nn.Linear(8, 8), MoE(), nn.Tanh()) if units == ["MoE"] else Root()
     config = infinity.Config(**settings, units=units, rank_timeout=30)
-    model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), config)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
-    made, differ = torch.Generator().manual_seed(5), 0
+    model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    made = torch.Generator().manual_seed(5)
     for _ in range(4):
-        batches, sets = [torch.randn(2, 8, generator=made) for _ in range(world)], []
-        for batch in batches:
-            used = set()
-            (plain(batch).square().mean() / world).backward()
-            sets.append(used)
-        differ += sets[0] != sets[1]
+        used, batches = set(), [torch.randn(2, 8, generator=made) for _ in range(world)]
         model(batches[rank]).square().mean().backward()
-        for optimizer in (adam, reference):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert differ
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+        sets.append(sorted(used))
+        adam.step()
+        adam.zero_grad()
     infinity.close(adam)
+print(sets)
 """
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("stage", [3, 2])
-def test_experts_that_the_data_choose(stage: int, tmp_path: Path) -> None:
+def test_experts_that_the_data_choose(tmp_path: Path) -> None:
     """Each rank uses others: the cure is one unit of all of them."""
-    settings = json.dumps(settings_of(tmp_path, "nvme" if stage == 3 else "device", "fp32", zero_stage=stage))
+    settings = json.dumps(settings_of(tmp_path, "nvme", "fp32"))
     for _, _, err in run_ranks(2, EXPERTS, settings, "[null]"):
         assert "DivergenceError: ranks do different things" in err
         assert 'Config(units=["MoE"])' in err
         assert 'units=["experts"]' in err
         assert "only the data may differ" not in err
-    all_well(run_ranks(2, EXPERTS, settings, '[["MoE"], ["experts"]]'))
+    first, second = all_well(run_ranks(2, EXPERTS, settings, '[["MoE"], ["experts"]]'))
+    assert first != second  # which experts they use

@@ -1,9 +1,10 @@
 """Counts what the device is given, and who waits for it, in one step of a small model on the lagging device.
 
-python -m tests.lagging.counts CASE
-Prints JSON: parameters, units and chunks, bytes of the compute parameters; for `forward`, `backward` and
-`step`, with the update behind that, launches, copies, those that block, events, waits of streams and of each
-thread, and bytes that were read of compute parameters. `clip` and `foreach` are torch's clip_grad_norm_.
+python -m tests.lagging.counts CASE …
+Prints a line of JSON for each case: its name, and its parameters, units and chunks, bytes of the compute
+parameters; for `forward`, `backward` and `step`, with the update behind that, launches, copies, those that
+block, events, waits of streams and of each thread, and bytes that were read of compute parameters. `clip` and
+`foreach` are torch's clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -108,12 +109,13 @@ def _count_reads(world: World, storages: Sequence[torch.UntypedStorage]) -> None
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=sorted(CASES))
+    parser.add_argument("cases", nargs="+", choices=sorted(CASES))
     given = parser.parse_args()
     make_known()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as nvme:
-        sys.stdout.write(json.dumps(count(CASES[given.case], nvme)) + "\n")
+    for case in given.cases:
+        with tempfile.TemporaryDirectory() as nvme:
+            sys.stdout.write(json.dumps([case, count(CASES[case], nvme)]) + "\n")
     return 0
 
 

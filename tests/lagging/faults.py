@@ -16,31 +16,16 @@ import tempfile
 from typing import Any
 
 import torch
-from torch import nn
 
 import infinity
 from infinity.core.errors import ConfigError, InfinityError
 
 from .. import inner
 from .cuda import lagging_cuda, make_known
-from .run import CASES, Block
+from .run import CASES, Net
 from .world import Finding, World
 
 STEPS = 3
-
-
-class Small(nn.Module):
-    """Two blocks and a head. x: (batch, 16)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
 
 
 def train(world: World, case: dict[str, Any], nvme: str, fails: int | None) -> tuple[list[torch.Tensor], str]:
@@ -54,7 +39,7 @@ def train(world: World, case: dict[str, Any], nvme: str, fails: int | None) -> t
         **{"dtype": "bf16", "update": "sync", **case},
     )
     torch.manual_seed(0)
-    model = Small()
+    model = Net(16)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     raised = "nothing"
     try:

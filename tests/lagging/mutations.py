@@ -2,14 +2,14 @@
 finds that.
 
     python -m tests.lagging.mutations            tries what mutations.md does not have, and writes it
-    python -m tests.lagging.mutations --again    tries every point again, and writes mutations.md anew
     python -m tests.lagging.mutations NAME …     tries these points as mutations.md says; writes nothing
 
 A *point* is a place in the source of the engine where something waits: found by its form (`_found`), and
 named by file, function and text, so that it keeps its name when lines move. A *mutant* is the engine without
 one point. It is *caught* if a case of run.py ends with a finding, an error, other bits or not at all. Nothing
-is written into infinity/: a mutant is a forked process in which the code of one function is another one.
-Host streams and I/O are late at random there, so that a missing wait of the host shows each time, too.
+is written into infinity/: a mutant is a forked process in which the code of one function is another one
+(`run.py --without NAME`). Host streams and I/O are late at random there, so that a missing wait of the host
+shows each time, too.
 
 mutations.md says of each point that no case catches why it stays, as far as that is known, and where the
 mutant was tried. "No case comes to it" is measured; what is "probably" so was read, and not shown. Who adds a
@@ -32,30 +32,19 @@ from __future__ import annotations
 
 import argparse
 import ast
-import builtins
 import collections
-import contextlib
-import functools
 import importlib
-import json
-import os
 import re
 import signal
 import sys
-import tempfile
-import time
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors.torch import load, save
-
 import infinity
 
-from .cuda import lagging_cuda, make_known
-from .run import CASES, train
+from ..ranks import run_ranks
 
 TABLE = Path(__file__).with_name("mutations.md")
 _ENGINE = Path(infinity.__file__).parent
@@ -357,135 +346,18 @@ def mutate(name: str) -> None:
     _replace(file, [point.line])
 
 
-def _watch() -> set[str]:
-    """Return where the names of the points that this process's engine comes to are put."""
-    seen: set[str] = set()
-    builtins.__dict__["_comes_to"] = seen.add
-    for file in _FILES:
-        named = points(file)
-        for name, point in named.items():
-            call = ast.Call(ast.Name("_comes_to", ast.Load()), [ast.Constant(name)], [])
-            both = ast.Tuple([call, point.node], ast.Load())
-            point.put(ast.Subscript(both, ast.Constant(1), ast.Load()))
-        _replace(file, {p.line for p in named.values()})
-    return seen
-
-
 # -- processes ------------------------------------------------------------------------------
-
-
-def _bytes_of(value: Sequence[Any]) -> bytes:
-    """Return names as JSON, tensors as safetensors."""
-    if all(isinstance(each, str) for each in value):
-        return json.dumps(value).encode()
-    return save({f"{n:06}": each.contiguous().clone() for n, each in enumerate(value)})
-
-
-def _tensors_in(made: bytes) -> list[torch.Tensor]:
-    return [tensor for _, tensor in sorted(load(made).items())]
-
-
-def _forked(call: Callable[[], Sequence[Any]], seconds: float) -> tuple[str, bytes]:
-    """Return how a forked process has ended that makes a call, and what that returned or printed."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.dup2(out.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-                torch.set_num_threads(1)  # a fork's first call makes a pool of threads, and no two may
-                value = call()
-                with open(1, "wb", closefd=False) as answer:
-                    answer.write(_bytes_of(value))
-                code = 0
-            except BaseException as error:
-                os.write(1, f"an error: {type(error).__name__}: {error}".encode())
-            finally:
-                os._exit(code)
-        until = time.monotonic() + seconds
-        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-            if time.monotonic() > until:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return "no end", b""
-            time.sleep(0.02)
-        out.seek(0)
-        said = out.read()
-        errors.seek(0)
-        complained = errors.read()[-2000:]
-    code = os.waitstatus_to_exitcode(ended[1])
-    if code == 0 or said:
-        return "it said" if code else "", said
-    return f"exit code {code}: {complained.decode(errors='replace')}", b""
-
-
-class _Found(collections.Counter[str]):
-    """Ends the process with the first finding: what comes after it takes time, and may hang."""
-
-    def __setitem__(self, what: str, times: int) -> None:
-        os.write(1, what.encode())
-        os._exit(2)
-
-
-def _train(case: str, schedule: str, seed: int, before: Callable[[], Any], nvme: str) -> list[torch.Tensor]:
-    before()
-    os.environ["INFINITY_DELAY_SEED"] = "1"  # host streams and I/O are late, too
-    with lagging_cuda(schedule, seed) as world:
-        world.findings = _Found()
-        return train(CASES[case], nvme, "lagging")
-
-
-@functools.cache
-def _wanted(case: str) -> list[torch.Tensor]:
-    with tempfile.TemporaryDirectory() as nvme:
-        how, made = _forked(lambda: train(CASES[case], nvme, "cpu"), SECONDS)
-    assert not how, made.decode()
-    return _tensors_in(made)
 
 
 def found_in(name: str, case: str, schedule: str = "late", seed: int = 0) -> str:
     """Return what a case finds in the engine without a point; "" is nothing."""
-    wanted = _wanted(case)
-    with tempfile.TemporaryDirectory() as nvme:
-        call = functools.partial(_train, case, schedule, seed, functools.partial(mutate, name), nvme)
-        how, made = _forked(call, SECONDS)
-    if how:
-        return made.decode(errors="replace") or how
-    got = _tensors_in(made)
-    differ = sum(not torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
-    return f"{differ} of {len(wanted)} tensors differ" if differ else ""
-
-
-def _begin() -> None:
-    """Import what a case imports, in this process, which runs none: once for all that it forks."""
-    make_known()
-    torch.set_num_threads(1)
-
-    def call() -> list[str]:
-        train(CASES[_TRIED[0]], nvme, "cpu")
-        return list(sys.modules)
-
-    with tempfile.TemporaryDirectory() as nvme:
-        _, made = _forked(call, SECONDS)
-    for name in json.loads(made):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-
-
-def reached(case: str) -> set[str]:
-    """Return the names of the points that a case comes to."""
-
-    def call() -> list[str]:
-        seen = _watch()
-        with lagging_cuda(), contextlib.suppress(Exception):
-            train(CASES[case], nvme, "lagging")
-        return sorted(seen)
-
-    with tempfile.TemporaryDirectory() as nvme:
-        how, made = _forked(call, 2 * SECONDS)
-    assert not how, f"{case}: {how} {made.decode()}"
-    return set(json.loads(made))
+    script = "from tests.lagging.run import main\nmain()"
+    given = "--schedule", schedule, "--seed", str(seed), "--without", name, case
+    imports = ["tests.lagging.run", "tests.lagging.mutations"]
+    ((code, out, err),) = run_ranks(1, script, *given, seconds=SECONDS, imports=imports, device="cpu")
+    if code == 0:
+        return ""
+    return out.strip() or ("no end" if code == -signal.SIGKILL else f"exit code {code}: {err[-2000:]}")
 
 
 # -- the table ------------------------------------------------------------------------------
@@ -524,22 +396,17 @@ def caught_by(name: str) -> tuple[str, str, int] | None:
     return case.rstrip(","), schedule, int(seed[0]) if seed else 0
 
 
-def _make(again: bool) -> None:
+def _make() -> None:
     rows, wanted = table(), all_points()
-    todo = [n for n in wanted if again or n not in rows or rows[n] == _UNKNOWN]
-    cases = [*dict.fromkeys([*_TRIED, *CASES])] if again else list(_TRIED)
-    comes_to = {case: reached(case) for case in cases[: len(_TRIED)]} if todo else {}
-    for name in todo:
-        before = rows.get(name, _UNKNOWN)
-        known = [] if before.startswith(NOT_CAUGHT) else [caught_by(name)]
-        tried = [(c, "late", 0) for c, seen in comes_to.items() if name in seen]
-        rows[name] = before if before.startswith(NOT_CAUGHT) else _UNKNOWN
-        for case, schedule, seed in [*filter(None, known), *tried]:
-            if found := found_in(name, case, schedule, seed):
-                rows[name] = f"{case}, {schedule}" + (f" {seed}" if seed else "")
+    for name in wanted:
+        if rows.get(name, _UNKNOWN) != _UNKNOWN:
+            continue
+        rows[name] = _UNKNOWN
+        for case in _TRIED:
+            if found := found_in(name, case):
+                rows[name] = f"{case}, late"
                 break
-        says = found.partition("\n")[0][:120] if tried or known else "no case comes to it"
-        print(f"{name}\n    {rows[name]}  {says}  {time.strftime('%X')}", flush=True)  # noqa: T201
+        print(f"{name}\n    {rows[name]}  {found.partition(chr(10))[0][:120]}", flush=True)  # noqa: T201
         _write({n: rows[n] for n in wanted if n in rows})
     _write({n: rows[n] for n in wanted})
 
@@ -547,19 +414,13 @@ def _make(again: bool) -> None:
 def main() -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--names", action="store_true", help="print the names of all points")
-    parser.add_argument("names_", metavar="NAME", nargs="*")
+    parser.add_argument("names", metavar="NAME", nargs="*")
     given = parser.parse_args()
-    if given.names:
-        sys.stdout.write("".join(f"{name}\n" for name in all_points()))
-        return 0
-    _begin()
-    if not given.names_:
-        _make(given.again)
+    if not given.names:
+        _make()
         return 0
     lost = 0
-    for name in given.names_:
+    for name in given.names:
         by = caught_by(name)
         found = found_in(name, *by) if by else "not caught"
         lost += not found

@@ -1,28 +1,26 @@
 """Trains a small model on the lagging device and on the CPU, and compares every bit.
 
 python -m tests.lagging.run [--schedule late|eager|random] [--seed N] [--without NAME] CASE …
-Prints what nothing orders and what differs, and ends with 1 then. `--without` takes one wait out of the
-engine: the run is then expected to find that.
+Prints what nothing orders and what differs, and ends with 1 then. `--without` takes a point of mutations.md
+out of the engine: the run is then expected to find that, and ends with the first finding.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import collections
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.hardware import cuda_device
-from infinity.hardware.cuda_device import CudaDevice
 
 from .. import inner
 from .cuda import lagging_cuda, make_known
@@ -179,37 +177,22 @@ def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
     return made
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+class _First(collections.Counter[str]):
+    """Ends the process with the first finding: what comes after it takes time, and may hang."""
 
-
-#: Waits that the engine is tried without.
-WITHOUT: dict[str, Any] = {
-    "wait_on_device": lambda: mock.patch.object(CudaDevice, "wait_on_device", _nothing),
-    "after": lambda: mock.patch.object(cuda_device, "_wait", _nothing),
-    "mark": lambda: mock.patch.object(CudaDevice, "mark", _nothing),
-    "host_wait": lambda: mock.patch.object(cuda_device._CudaEvent, "wait", _nothing),
-    "synchronize": lambda: mock.patch.object(CudaDevice, "synchronize", _nothing),
-}
-
-
-@contextlib.contextmanager
-def quiet_end() -> Iterator[None]:
-    """An engine that lacks a wait may end with an error of any kind: that is a finding, too."""
-    try:
-        yield
-    except Finding:
-        raise
-    except Exception as error:
-        raise Finding(f"{type(error).__name__}: {error}") from error
+    def __setitem__(self, what: str, times: int) -> None:
+        os.write(1, what.encode())
+        os._exit(2)
 
 
 def main() -> int:
     """See above."""
+    from .mutations import mutate  # which names cases of this module
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedule", default="late", choices=("late", "eager", "random"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without", choices=sorted(WITHOUT))
+    parser.add_argument("--without")
     parser.add_argument("cases", nargs="+", choices=sorted(CASES))
     given = parser.parse_args()
     make_known()
@@ -219,10 +202,14 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as nvme:
             case = CASES[name]
             wanted = train(case, nvme, "cpu")
-            without = WITHOUT[given.without]() if given.without else contextlib.nullcontext()
+            if given.without:
+                mutate(given.without)
+                os.environ["INFINITY_DELAY_SEED"] = "1"  # host streams and I/O are late, too
             try:
                 index = case.get("index", 0)
-                with without, lagging_cuda(given.schedule, given.seed, index) as world, quiet_end():
+                with lagging_cuda(given.schedule, given.seed, index) as world:
+                    if given.without:
+                        world.findings = _First()
                     got = train(case, nvme, f"lagging:{index}")
                 differ = sum(not torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
                 found = f"{differ} of {len(wanted)} tensors differ" if differ else ""
@@ -232,6 +219,8 @@ def main() -> int:
             counts = {key: n for key, n in sorted(world.counts.items()) if "wait" in key}
             sys.stdout.write(f"{name}: {found or 'same'}  {json.dumps(counts)}\n")
             sys.stdout.flush()
+    if given.without:
+        os._exit(int(failed))  # whatever has been left of the engine
     return int(failed)
 
 
