@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import select
 import signal
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.main import run
 from infinity.core.sizes import MiB
 
 from .cgroup import unavailable
@@ -140,9 +138,3 @@ def words(nvme: str, *more: str, width: int = 64) -> list[str]:
     places = [f"--{kind}=nvme" for kind in ("parameters", "optimizer-state", "gradients")]
     budgets = ["--host-memory", "64MiB", "--device-memory", "32MiB"]
     return [*size, *engine, *places, *budgets, *more]
-
-
-def findings(capsys: pytest.CaptureFixture[str], *directories: str) -> dict[str, dict[str, Any]]:
-    capsys.readouterr()
-    run(["doctor", "--json", *directories])
-    return {found["name"]: found for found in json.loads(capsys.readouterr().out)["findings"]}

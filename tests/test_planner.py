@@ -71,48 +71,37 @@ def test_bytes_per_parameter_on_nvme(dtype: str, at_rest: int, read: int, writte
     assert plan.traffic.nvme_written == written * PARAMETERS
 
 
-def test_accumulation_loads_again_and_adds_in_fp32() -> None:
-    once, four = (plan_of(config_of(dtype="bf16"), accumulation=a).traffic for a in (1, 4))
+def test_traffic_of_accumulation_and_over_the_link() -> None:
+    """Each further micro-batch loads again and adds in fp32; the link carries activations as far as there is
+    room for them."""
+    config = config_of(dtype="bf16")
+    once, four = (plan_of(config, accumulation=a).traffic for a in (1, 4))
     assert four.nvme_read - once.nvme_read == 3 * (2 * 2 + 4) * PARAMETERS
     assert four.nvme_written - once.nvme_written == 3 * 4 * PARAMETERS
-
-
-def test_the_link_carries_six_bytes_when_parameters_are_off_the_device() -> None:
-    assert plan_of(config_of(dtype="bf16")).traffic.link == 6 * PARAMETERS
+    assert once.link == plan_of(config, inputs=MiB).traffic.link == 6 * PARAMETERS
     on_device = config_of("host", dtype="bf16", parameters="device")
     assert plan_of(on_device).traffic.link == 4 * PARAMETERS
-
-
-def test_the_link_carries_activations_both_ways_as_far_as_there_is_room() -> None:
     config = config_of(dtype="bf16", activations="host")
     inner.config(activation_memory="8MiB")
     for inputs, moved in ((0, 0), (5 * MiB, 5 * MiB), (9 * MiB, 8 * MiB)):
         plan = plan_of(config, inputs=inputs, accumulation=3)
         assert plan.traffic.link == 3 * (6 * PARAMETERS + 2 * moved)
-    assert plan_of(config_of(dtype="bf16"), inputs=MiB).traffic.link == 6 * PARAMETERS
 
 
-def test_nothing_on_nvme_wears_nothing() -> None:
-    plan = plan_of(config_of("host"))
-    assert plan.footprint.total(Tier.NVME) == 0
-    assert wear(plan.traffic, steps=10, tbw=600, drives=0).steps_rated is None
-
-
-def test_wear() -> None:
+def test_wear_and_bounds() -> None:
     plan = plan_of(config_of(dtype="bf16"))
+    plan.check()
     worn = wear(plan.traffic, steps=1000, tbw=1, drives=2)
     assert worn.run_bytes == 16 * PARAMETERS * 1000
     assert worn.share == pytest.approx(worn.run_bytes / 2e12)
     assert worn.steps_rated == pytest.approx(2e12 / (16 * PARAMETERS))
-
-
-def test_bounds_are_bytes_over_bandwidth() -> None:
-    plan = plan_of(config_of(dtype="bf16"))
-    bounds = step_bounds(plan, Bandwidths(nvme_read=2, tflops=1), tokens=100, recompute=True)
-    assert bounds == {
+    assert step_bounds(plan, Bandwidths(nvme_read=2, tflops=1), tokens=100, recompute=True) == {
         "compute": pytest.approx(8 * PARAMETERS * 100 / 1e12),
         "nvme read": pytest.approx(18 * PARAMETERS / 2e9),
     }
+    plan = plan_of(config_of("host"))
+    assert plan.footprint.total(Tier.NVME) == 0
+    assert wear(plan.traffic, steps=10, tbw=600, drives=0).steps_rated is None
 
 
 PLACES = ["device", "host", "nvme"]
@@ -135,22 +124,13 @@ def test_what_is_needed_is_the_exact_boundary(places: str, dtype: str, staged: b
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(
-    "budget",
-    [
-        Budget(device=20 * MiB, host=GiB),
-        Budget(device=GiB, host=60 * MiB),
-        Budget(device=20 * MiB, host=60 * MiB),
-    ],
-)
+@pytest.mark.parametrize(("device", "host"), [(20 * MiB, GiB), (GiB, 60 * MiB), (20 * MiB, 60 * MiB)])
 @pytest.mark.parametrize("activations", ["device", "host"])
-def test_changes_fit(places: str, budget: Budget, activations: str) -> None:
+def test_changes_fit(places: str, device: int, host: int, activations: str) -> None:
     config = config_of(places, dtype="bf16", activations=activations)
-    given = config.replace(device_memory=budget.device, host_memory=budget.host)
-    planner = Planner(model_of("bf16"))
-    machine = Machine(
-        host_memory=GiB, device_memory=GiB, drives=(Drive(directory="/nvme", free=GiB, system=0),)
-    )
+    given = config.replace(device_memory=device, host_memory=host)
+    planner, drives = Planner(model_of("bf16")), (Drive(directory="/nvme", free=GiB, system=0),)
+    machine = Machine(host_memory=GiB, device_memory=GiB, drives=drives)
 
     def judge(change: Any) -> Plan:
         return planner.plan(given.replace(**change), machine)
@@ -292,7 +272,3 @@ def test_scratch_leaves_arenas_the_most_room(free: tuple[int, int]) -> None:
         standing = on_drives(machine, (arena * pages, arena * pages), [pages] * room)
         assert all(s.needed <= (s.free or 0) for s in standing), arena
         assert sum(s.scratch for s in standing) == room * pages
-
-
-def test_check_is_silent_when_all_fits() -> None:
-    plan_of(config_of("host")).check()
