@@ -126,10 +126,6 @@ INFINITY = {
 #: dtype and max_grad_norm; or the keys that the error names. `ARGUMENTS` fill in what Trainer fills in.
 _OFF, _HOST = "device", "host"
 PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
-    "LLaMA-Factory/ds_z2": (
-        {**FACTORY, "zero_optimization": {**BUCKETS, "round_robin_gradients": True}},
-        (2, _OFF, _OFF, _OFF, "bf16", None),
-    ),
     "LLaMA-Factory/ds_z3_offload": (
         {**FACTORY, "zero_optimization": OFFLOADED},
         (3, _HOST, _HOST, _HOST, "bf16", None),
@@ -161,22 +157,6 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
         },
         (3, _HOST, _HOST, _HOST, "fp16", 1.0),
     ),
-    "accelerate/zero3_model_only": (
-        {**DTYPES, "zero_optimization": OFFLOADED, "train_batch_size": 1},
-        ("fp16.enabled and bf16.enabled",),
-    ),
-    "transformers/zero3": (
-        {
-            "fp16": FP16_ON,
-            "zero_optimization": {**OFFLOADED, "sub_group_size": 1e14, "reduce_bucket_size": 0},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-            },
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
-        },
-        (3, _HOST, _HOST, _HOST, "fp16", 1.0),
-    ),
     "DeepSpeed/zero2_cpu_offload": (
         {
             **{"train_batch_size": 16, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0},
@@ -195,14 +175,6 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
             "zero_optimization": {**INFINITY["zero_optimization"], "stage3_param_persitance_threshold": 1e5},
         },
         ("fp16.loss_scale", "zero_optimization.stage3_param_persitance_threshold"),
-    ),
-    "DeepSpeed/cifar": (
-        {
-            **{"train_batch_size": 4, "gradient_clipping": 1.0, "prescale_gradients": False},
-            "fp16": {**FP16_ON, "fp16_master_weights_and_grads": True, "initial_scale_power": 15},
-            "zero_optimization": {**BUCKETS, "cpu_offload": True},
-        },
-        ("fp16.fp16_master_weights_and_grads",),
     ),
     "DeepSpeed/squad": (
         {
@@ -637,16 +609,6 @@ def test_a_scheduler_that_cannot_be_made(scheduler: Settings | None, said: str) 
     with pytest.raises(ConfigError) as caught:
         scheduler_from({} if scheduler is None else {"scheduler": scheduler}, adam())
     assert said in str(caught.value)
-
-
-def test_steps_fill_in_what_trainer_would() -> None:
-    settings = {"scheduler": DECAY}
-    arguments = SimpleNamespace(learning_rate=3e-3, warmup_steps=3)
-    assert rates(settings, arguments, steps=8, count=3) == rates(
-        {"scheduler": {"type": "WarmupDecayLR", "params": dict(RECORDED["decay"][1], warmup_type="log")}},
-        count=3,
-    )
-    assert rates(settings, ARGUMENTS, count=30)[11] == 2e-5  # a tenth of max_steps rises
 
 
 # ---- the example ----

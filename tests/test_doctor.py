@@ -205,24 +205,6 @@ def test_the_limits_of_locked_memory_and_of_a_cgroup(tmp_path: Path, monkeypatch
         assert doctor.memlock_limit() == locked
 
 
-def test_nodes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cores on two nodes, and a drive far from the GPU."""
-    mine = os.sched_getaffinity(0)
-    near = probe.NumaNode(0, frozenset(mine), 1 << 30)
-    for cpus, status in (({9999}, "ok"), ({*list(mine)[:1]}, "warning")):
-        other = probe.NumaNode(1, frozenset(cpus), 1 << 30)
-        monkeypatch.setattr(probe, "numa_nodes", lambda other=other: (near, other))
-        assert by_name(doctor.processors())["NUMA"].status == status
-    facts = doctor.describe_directory(str(tmp_path))
-    drive = probe.BlockDevice("nvme0n1", "259:0", "Fast", "S1", False, 1)
-    mount = probe.Mount("/", "ext4", "/dev/nvme0n1", ("rw",))
-    monkeypatch.setattr(doctor, "describe_directory", lambda path: facts._replace(drive=drive, mount=mount))
-    gpu = doctor.Gpu(0, "GPU", "9.0", 1 << 30, 1 << 30, "0000:01:00.0", 0)
-    for node, status in ((0, "warning"), (1, "ok")):
-        monkeypatch.setattr(doctor, "gpus", lambda node=node: (gpu._replace(numa_node=node),))
-        assert of(tmp_path)[f"{tmp_path}: NUMA"].status == status
-
-
 @pytest.mark.gpu
 def test_gpus_are_known_and_memory_can_be_pinned() -> None:
     found = doctor.gpus()

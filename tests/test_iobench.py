@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,6 @@ from infinity.core.errors import (
     CorruptionError,
     DirectoryError,
     InfinityError,
-    ShortTransferError,
 )
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware.aio import available_backends
@@ -91,25 +89,6 @@ def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Pat
     assert found["verified_bytes"] >= sum(case["verified_bytes"] for case in found["cases"])
     assert found["cache"][0]["ratio"] > 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_backends_sizes_and_directories_are_swept(tmp_path: Path) -> None:
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()
-    backends = [name for name, verdict in available_backends(str(tmp_path)).items() if verdict == "ok"]
-    assert "threads" in backends
-    arguments = ["--block", "64KiB", "--depth", "4", "--backend", ",".join(backends), "--threads", "1,2"]
-    short = ["--size", "32MiB", "--seconds", "0.02", "--repeats", "1", "--no-fio", "--pattern", "write"]
-    found = bench("io", *map(str, places), *arguments, *short)
-    seen = [
-        (len(case["directories"]), case["backend"], case["block_bytes"], case["threads"])
-        for case in found["cases"]
-    ]
-    per_group = len(backends) + 1  # two numbers of threads for one of the backends
-    assert len(seen) == len(set(seen)) + per_group == 3 * per_group
-    assert {count for count, *_ in seen} == {1, 2}
-    assert {name for _, name, *_ in seen} == set(backends)
 
 
 def test_a_person_sees_tables_and_on_a_terminal_a_bar(
@@ -257,27 +236,9 @@ def test_wrong_bytes_are_found(kind: str, tmp_path: Path) -> None:
             mine.verify(ring, SETTINGS, job, 1 << 40)
         assert caught.value.offset == at // (64 * KiB) * 64 * KiB
         # A pass compares what its buffers hold at its end: here the whole file.
+        whole = Settings("auto", MiB, 16), Job("read", single=True), 60
         with pytest.raises(CorruptionError):
-            whole = Settings("auto", MiB, 16), Job("read", single=True), 60
             run_pass([(mine, ring)], *whole, limit=mine.nbytes)
-
-
-def test_an_error_on_one_directory_ends_all(tmp_path: Path) -> None:
-    job = Job("read", chunk=MiB)
-    with (
-        load(tmp_path) as good,
-        load(tmp_path) as bad,
-        good.ring(SETTINGS) as one,
-        bad.ring(SETTINGS) as other,
-    ):
-        for mine, ring in ((good, one), (bad, other)):
-            run_pass([(mine, ring)], SETTINGS, Job("write", chunk=MiB), 60, limit=mine.nbytes)
-        os.ftruncate(bad.file.plain_fd, 8 * MiB)
-        start = time.monotonic()
-        with pytest.raises(ShortTransferError):
-            run_pass([(good, one), (bad, other)], SETTINGS, job, 30)
-        assert time.monotonic() - start < 10
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("infinity-bench")]
 
 
 # ---- fio ----
@@ -297,35 +258,6 @@ def _fresh_fio() -> Iterator[None]:
     io_fio.find_fio.cache_clear()
     yield
     io_fio.find_fio.cache_clear()
-
-
-REPORT = """
-way = {"io_bytes": 0, "runtime": 0, "clat_ns": {}}
-engine = next(a.split("=")[1] for a in sys.argv if a.startswith("--ioengine"))
-huge = 2 if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else 1
-busy = {"io_bytes": huge * (10**9 if engine == "libaio" else 2 * 10**9), "runtime": 500,
-        "clat_ns": {"percentile": {"50.000000": 1e6, "99.900000": 3e6}}}
-job = {"read": busy, "write": way, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500, "error": 0}
-print("note: a line of its own"); print(json.dumps({"jobs": [job]}))
-"""
-
-
-@pytest.mark.usefixtures("_fresh_fio")
-def test_the_best_engine_of_fio_is_the_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_fio(tmp_path, REPORT)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    place = tmp_path / "d"
-    place.mkdir()
-    found = bench("io", str(place), *SMALL, "--pattern", "read")
-    fio = found["cases"][0]["fio"]
-    assert found["fio"] == "fio-9"
-    assert fio["engine"] == "io_uring"
-    assert fio["huge_pages"]
-    assert fio["bytes_per_second"] == 8e9
-    assert fio["cpu_seconds_per_gb"] == pytest.approx(0.05)
-    assert fio["latency_seconds"] == {"p50": 1e-3, "p99.9": 3e-3}
-    ratios = [rate / 8e9 for rate in found["cases"][0]["repeats"]]
-    assert fio["percent"] == pytest.approx(100 * sum(ratios) / 2)
 
 
 @pytest.mark.usefixtures("_fresh_fio")

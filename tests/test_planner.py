@@ -15,7 +15,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.sizes import GiB, MiB, Tier
 from infinity.planning.cures import as_options, complete, of_config
 from infinity.planning.footprint import Budget, demand
-from infinity.planning.machine import BESIDE, Drive, Machine, on_drives
+from infinity.planning.machine import BESIDE, Drive, Machine
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import ADAM, moments_of, plan_chunks
 from infinity.planning.placement import assign
@@ -256,19 +256,3 @@ def test_an_engine_takes_the_chunks_that_its_plan_has(
         values.append({name: value.clone() for name, value in model.state_dict().items()})
         infinity.close(model)
     assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
-
-
-@pytest.mark.parametrize("free", [(100, 1000), (1000, 100), (1000, 1000)])
-def test_scratch_leaves_arenas_the_most_room(free: tuple[int, int]) -> None:
-    """It fits whenever the two drives together have the room beside their arenas."""
-    pages = 4096
-    for arena in range(0, 90, 9):
-        room = sum(free) - 2 * arena
-        drives = tuple(
-            Drive(directory=str(i), free=f * pages + BESIDE * bool(arena), system=i)
-            for i, f in enumerate(free)
-        )
-        machine = Machine(host_memory=GiB, device_memory=None, drives=drives)
-        standing = on_drives(machine, (arena * pages, arena * pages), [pages] * room)
-        assert all(s.needed <= (s.free or 0) for s in standing), arena
-        assert sum(s.scratch for s in standing) == room * pages
