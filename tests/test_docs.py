@@ -105,6 +105,8 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
     run = (
         "import os, runpy, sys, warnings\n"
         "warnings.simplefilter('ignore')\n"
+        "for name in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split():\n"
+        "    del os.environ[name]  # a user's program is no rank\n"
         "os.chdir(os.path.dirname(sys.argv[1]))\n"
         "sys.path.insert(0, os.getcwd())\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"

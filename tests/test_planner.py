@@ -11,11 +11,9 @@ import torch
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.config import Config
-from infinity.core.errors import BudgetError
 from infinity.core.sizes import GiB, MiB, Tier
-from infinity.planning.cures import as_options, complete, of_config
 from infinity.planning.footprint import Budget, demand
-from infinity.planning.machine import BESIDE, Drive, Machine
+from infinity.planning.machine import Drive, Machine
 from infinity.planning.partition import ParamSpec, partition
 from infinity.planning.parts import ADAM, moments_of, plan_chunks
 from infinity.planning.placement import assign
@@ -123,43 +121,6 @@ def test_what_is_needed_is_the_exact_boundary(places: str, dtype: str, staged: b
         assert problem.tier is tier
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("device", "host"), [(20 * MiB, GiB), (GiB, 60 * MiB), (20 * MiB, 60 * MiB)])
-@pytest.mark.parametrize("activations", ["device", "host"])
-def test_changes_fit(places: str, device: int, host: int, activations: str) -> None:
-    config = config_of(places, dtype="bf16", activations=activations)
-    given = config.replace(device_memory=device, host_memory=host)
-    planner, drives = Planner(model_of("bf16")), (Drive(directory="/nvme", free=GiB, system=0),)
-    machine = Machine(host_memory=GiB, device_memory=GiB, drives=drives)
-
-    def judge(change: Any) -> Plan:
-        return planner.plan(given.replace(**change), machine)
-
-    plan = judge({})
-    if not plan.fits:
-        with pytest.raises(BudgetError) as caught:
-            plan.check()
-        assert str(plan.problems[0].needed) in str(caught.value)
-    found = [c for c in (complete(change, judge) for change in of_config(given)) if c is not None]
-    assert found
-    for change in found:
-        assert judge(change).fits, as_options(change)
-
-
-def test_budgets_are_lowered_for_activations() -> None:
-    """One sum: what the engine places on the device, and the activations beside it."""
-    planner = Planner(model_of("bf16"))
-    machine = Machine(host_memory=GiB, device_memory=20 * MiB)
-    config = config_of("host", dtype="bf16")
-
-    def judge(change: Any) -> Plan:
-        return planner.plan(config.replace(**change), machine, activations=lambda _: 12 * MiB)
-
-    [problem] = judge({"device_memory": "10MiB"}).problems
-    assert (problem.tier, problem.needed, problem.available) == (Tier.DEVICE, 22 * MiB, 20 * MiB)
-    assert complete({"device_memory": "10MiB"}, judge) == {"device_memory": "8MiB"}
-
-
 def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
     planner = Planner(model_of("fp32"))
     config = config_of("host", dtype="fp32", device_memory="24MiB", host_memory="120MiB")
@@ -171,14 +132,6 @@ def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
             config, Machine(host_memory=whole + MiB, device_memory=None), activations=lambda _, n=beside: n
         )
         assert plan.fits is fits
-
-
-def test_a_full_drive_is_a_problem() -> None:
-    config = config_of(dtype="bf16")
-    needed = 18 * PARAMETERS + BESIDE
-    assert plan_of(config, free=needed).fits
-    [problem] = plan_of(config, free=needed - 1).problems
-    assert (problem.tier, problem.needed) == (Tier.NVME, needed)
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 1.0, 2.0)])
