@@ -1,4 +1,4 @@
-"""`benchmarks/`: children that take turns, races, pairs against another checkout."""
+"""`benchmarks/`: its scripts run and write what they should; children, races and pairs are met in them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import dataclasses
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,90 +31,6 @@ def script(name: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode in codes, done.stdout + done.stderr
     return done.stdout
-
-
-# ---- children ----
-
-
-def child(body: str, timeout: float = 60) -> Any:
-    children = importlib.import_module("children")
-    return children.Child("child", [sys.executable, "-u", "-c", body], timeout=timeout)
-
-
-def test_a_child_answers_each_line() -> None:
-    body = """
-import sys
-print('@@ {}')
-for line in sys.stdin:
-    print('note'); print('@@ no answer'); print('@@ {"n": ' + line.strip() + '}')
-"""
-    one = child(body)
-    assert one.ready == {}
-    assert one.ask("3")["n"] == 3
-    assert one.ask("4")["n"] == 4
-    one.close()
-    assert one.log().count("note\n@@ no answer\n") == 2
-
-
-@pytest.mark.parametrize(
-    ("body", "timeout", "what"),
-    [
-        ("raise ValueError('no such thing')", 60, "ValueError: no such thing"),
-        ("import os; os.kill(os.getpid(), 9)", 60, "ended by SIGKILL"),
-        ("import time; time.sleep(60)", 0.5, "did not answer"),
-    ],
-)
-def test_a_child_that_fails_says_why(body: str, timeout: float, what: str) -> None:
-    children = importlib.import_module("children")
-    with pytest.raises(children.ChildError, match=what) as caught:
-        child(body, timeout)
-    assert re.search(what, caught.value.reason)
-
-
-# ---- turns and ratios ----
-
-
-def test_turns_rotate_and_ratios_are_of_medians_and_of_rounds() -> None:
-    against, common, ranks = map(importlib.import_module, ("against_commit", "common", "ranks"))
-    turns = list(common.turns(["a", "b", "c"], 1, 2))
-    assert "".join(name for name, _ in turns) == "abcbcacab"
-    assert [counts for _, counts in turns] == [False] * 3 + [True] * 6
-    found = common.paired([1.0, 2.0], [2.0, 6.0])
-    assert found.pop("ratios") == [2.0, 3.0]
-    assert found == {"ratio": 2.5, "low": 2.0, "high": 3.0, "of_medians": 2.6667}
-    assert common.bounds([5.0, 1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 4.0, 6.0]) == (5.0, 2.0, 8.0)
-    assert common.bounds([float(i) for i in range(1, 26)]) == (13.0, 8.0, 18.0)
-    pairs = [{"old": {"seconds": 1.0}, "new": {"seconds": 1.031 + i / 1e4}} for i in range(9)]
-    assert against.figures(pairs)["falls_short"]
-    pairs[0]["new"]["seconds"] = pairs[1]["new"]["seconds"] = 1.0
-    assert not against.figures(pairs)["falls_short"]
-    losses = {"a": [[8.0, 7.0], [8.5, 7.5]], "b": [[8.0, 7.01], [8.5, 7.5]]}
-    assert ranks.agree(losses, 1e-4, 1e-2)
-    assert not ranks.agree(losses, 1e-4, 1e-3), "it did not update as the other did"
-
-
-def test_a_race_goes_on_without_a_child_and_not_without_a_call() -> None:
-    children, common = (importlib.import_module(name) for name in ("children", "common"))
-    answers = iter([{"n": 1}, {"n": 2}])
-
-    def ask(child: Any) -> Any:
-        answer = next(answers, None)
-        if answer is None:
-            raise children.ChildError("one ended", 1, "Error: no more")
-        return answer
-
-    closed: list[str] = []
-    one = types.SimpleNamespace(ready={"threads": 1}, close=lambda: closed.append("one"))
-    with common.Race({"call": lambda: 7}) as race:
-        race.start("one", lambda: one, ask)
-        race.start("missing", lambda: os.stat("/missing"))
-        assert race.run(1, 2) == {"call": [7, 7]}
-    assert race.ready == {"one": {"threads": 1}}
-    assert race.errors["one"] == {"error": "Error: no more", "exit_status": 1, "log": ["Error: no more"]}
-    assert "/missing" in race.errors["missing"]["error"]
-    assert closed == ["one"]
-    with pytest.raises(OSError, match="/missing"):
-        common.Race({"call": lambda: os.stat("/missing")}).run(0, 1)
 
 
 # ---- bounds ----

@@ -125,8 +125,8 @@ def test_an_error_on_a_terminal_is_a_panel(
 
 
 def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    places = ("--nvme", str(tmp_path), "--parameters", "nvme", "--gradients", "host")
-    places += ("--optimizer-state", "host:0.5,nvme:0.5", "--steps", "1000")
+    places = ["--nvme", str(tmp_path), "--parameters", "nvme", "--gradients", "host"]
+    places += ["--optimizer-state", "host:0.5,nvme:0.5", "--steps", "1000"]
     code, result = plan(capsys, *places, "--nvme-write", "2")
     assert code == 0
     assert result["fits"]

@@ -477,11 +477,6 @@ RECORDED: Mapping[str, tuple[str, Settings, str]] = {
         "0.0001 0.0001 0.00028000000000000003 0.00046 0.00064 0.0008200000000000001 0.001 0.001 "
         "0.001 0.001 0.001",
     ),
-    "one step": (
-        "WarmupLR",
-        {"warmup_max_lr": [0.003, 0.001], "warmup_num_steps": 1},
-        "0.0 0.0 0.003 0.003 0.003 0.003 0.003 0.003 0.003 0.003 0.003",
-    ),
     "decay": (
         "WarmupDecayLR",
         {"warmup_max_lr": 0.003, "warmup_num_steps": 3, "total_num_steps": 8, "warmup_type": "linear"},
@@ -519,13 +514,6 @@ RECORDED: Mapping[str, tuple[str, Settings, str]] = {
             "decay_mom_rate": 0.01,
         },
         "0.004 0.00675 0.0095 0.01225 0.015 0.01225 0.0095 0.00675 0.004 0.004 0.004",
-    ),
-    "range": (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 3, "lr_range_test_step_rate": 2},
-        "0.001 0.0016666666666666666 0.002333333333333333 0.003 0.0036666666666666666 "
-        "0.004333333333333334 0.005 0.005666666666666667 0.006333333333333333 0.007 "
-        "0.007666666666666667",
     ),
     "staircase": (
         "LRRangeTest",

@@ -424,7 +424,7 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from _places(inner, (*place, key))
 
 
-ODD = (
+ODD: tuple[Any, ...] = (
     *(None, 0, 5, -1, 1 << 70, 0.5, float("nan"), "x", b"x", [], [1], {}, {"a": 1}, (1,), True),
     torch.ones(2),
 )

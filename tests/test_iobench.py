@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -242,40 +241,6 @@ def test_wrong_bytes_are_found(kind: str, tmp_path: Path) -> None:
 
 
 # ---- fio ----
-
-
-def fake_fio(folder: Path, body: str) -> None:
-    script = folder / "fio"
-    script.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        f"if '--version' in sys.argv: print('fio-9'); sys.exit()\n{body}\n"
-    )
-    script.chmod(0o700)
-
-
-@pytest.fixture
-def _fresh_fio() -> Iterator[None]:
-    io_fio.find_fio.cache_clear()
-    yield
-    io_fio.find_fio.cache_clear()
-
-
-@pytest.mark.usefixtures("_fresh_fio")
-def test_a_fio_that_fails_or_is_not_there_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    place = tmp_path / "d"
-    place.mkdir()
-    found = bench("io", str(place), *SMALL, "--pattern", "read")
-    assert found["fio"] is None
-    assert any("apt install fio" in text for text in found["warnings"])
-    io_fio.find_fio.cache_clear()
-    for body in ("sys.exit(1)", "print('{}')", "print('{\"jobs\": ['); sys.exit('no engine')"):
-        fake_fio(tmp_path, body)
-        found = bench("io", str(place), *SMALL, "--pattern", "read")
-        assert found["cases"][0]["fio"] is None
-        assert sum("could not run" in text for text in found["warnings"]) == 4
 
 
 def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
