@@ -146,7 +146,7 @@ def test_what_accelerate_leaves_beside_it_comes_along(recorded: Path, tmp_path: 
     _, foreign = import_dcp(str(tmp_path / "saved"), str(tmp_path / "out"))
     assert foreign.state["scheduler"] == {"last_epoch": 3, "_step_count": 4}
     with pytest.raises(DirectoryError, match="cannot look into"):
-        import_dcp(str(tmp_path / "nothing"), str(tmp_path / "out"))
+        import_dcp(str(tmp_path / "nothing"), str(tmp_path / "more"))
 
 
 def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

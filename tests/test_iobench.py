@@ -110,6 +110,7 @@ def test_a_person_sees_tables_and_on_a_terminal_a_bar(
 # ---- plots ----
 
 
+@pytest.mark.integration
 def test_plots_are_drawn_and_replaced(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "d").mkdir()

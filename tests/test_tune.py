@@ -214,6 +214,8 @@ def test_a_damaged_file_of_settings_counts_as_absent(tmp_path: Path) -> None:
             assert found.backend in ("", "x")
         else:
             assert bandwidths([place]) is None
+    for content in (damaged[0], entry(backend="x"), entry(block_bytes=1 << 31)):
+        file.write_bytes(content)
         with open_ring("test", place) as ring:
             assert (ring.block_bytes, ring.queue_depth, ring.threads) == (MiB, 32, 4)
     for value in (0, -1, True, "fast", float("nan"), float("inf"), 10**400, 1e-300, None, [1]):
@@ -244,6 +246,7 @@ def test_a_damaged_file_of_settings_counts_as_absent(tmp_path: Path) -> None:
         remember(place, TunedSettings(**good), measured)  # type: ignore[arg-type]
 
 
+@pytest.mark.integration
 @pytest.mark.root
 def test_tune_prints_what_it_may_not_keep() -> None:
     need_root()
