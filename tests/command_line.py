@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import subprocess
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.main import run
 from infinity.core.sizes import MiB
 
 from . import children
@@ -145,9 +143,3 @@ def words(nvme: str, *more: str, width: int = 64) -> list[str]:
     places = [f"--{kind}=nvme" for kind in ("parameters", "optimizer-state", "gradients")]
     budgets = ["--host-memory", "64MiB", "--device-memory", "32MiB"]
     return [*size, *engine, *places, *budgets, *more]
-
-
-def findings(capsys: pytest.CaptureFixture[str], *directories: str) -> dict[str, dict[str, Any]]:
-    capsys.readouterr()
-    run(["doctor", "--json", *directories])
-    return {found["name"]: found for found in json.loads(capsys.readouterr().out)["findings"]}

@@ -1,15 +1,12 @@
 """Records checkpoints of FSDP2, in tests/fsdp.tar.xz, for tests/test_import_dcp.py.
 
-python -m tests.fsdp_states            (trains on three ranks, and makes the archive)
-python -m tests.fsdp_states FOLDER     (on each rank, with the environment of torchrun)
+python -m tests.fsdp_states    (trains on three ranks, and makes the archive)
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -28,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of, plain
+from .ranks import all_well, run_ranks
 
 ARCHIVE = Path(__file__).parent / "fsdp.tar.xz"
 RANKS = 3
@@ -76,25 +74,18 @@ def save(folder: Path, kind: str, model: nn.Module, adam: Any, scheduler: Any) -
     dcp.save({"model": of_model, "optim": of_adam, **further}, checkpoint_id=folder)
 
 
-def record(folder: Path, port: int) -> None:
+def record(folder: Path) -> None:
     """Train on all ranks, and save into `folder`."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fsdp_states", str(folder)]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    env |= {"WORLD_SIZE": str(RANKS), "PYTHONPATH": str(Path(__file__).parents[1])}
-    processes = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(RANKS)]
-    if codes := [code for process in processes if (code := process.wait())]:
-        raise RuntimeError(f"ranks have ended with {codes}")
+    script = "import sys, pathlib\nfrom tests.fsdp_states import train\ntrain(pathlib.Path(sys.argv[1]))"
+    all_well(run_ranks(RANKS, script, str(folder), seconds=200))
 
 
-def main(arguments: list[str]) -> None:
-    if arguments:
-        train(Path(arguments[0]))
-        return
+def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        record(Path(temporary), 29700)
+        record(Path(temporary))
         with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
             archive.add(temporary, ".", filter=plain)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,6 +1,6 @@
 """The loop of README.md, for the type checker: `mypy --strict` passes what a user copies.
 
-Below the marker it is what README.md says, to the letter (`test_readme.py`).
+Below the marker it is what README.md says, to the letter (`test_docs.py`).
 """
 
 # ruff: noqa

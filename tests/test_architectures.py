@@ -21,7 +21,7 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.autograd.containers import cast
-from infinity.core.errors import BudgetError, DataError, ParameterChangedError, ReleasedParameterError
+from infinity.core.errors import BudgetError, DataError
 
 from .architectures import ARCHITECTURES
 from .offloaded import config_for
@@ -126,8 +126,8 @@ def _means() -> None:
     torch.set_num_threads(1)
 
 
-#: What `make test-all` runs; the others are for the night.
-SOME = list(ARCHITECTURES)[::4]
+#: What `make test-all` runs, one of each family; the others are for the night.
+SOME = ["GPT-2", "Qwen3-Next", "Mamba", "ModernBERT", "Whisper", "CLIP", "UNet2DCondition", "EfficientNet"]
 
 
 @pytest.mark.parametrize("name", quick(ARCHITECTURES, SOME))
@@ -143,41 +143,6 @@ def test_architecture(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(
             found[n], value.detach(), rtol=1e-5, atol=atol, msg=lambda m, n=n: f"{n}: {m}"
         )
-
-
-@torch.no_grad()
-def captioned(model: Any) -> torch.Tensor:
-    """BLIP-2 reads a parameter in `generate`, before any forward."""
-    batch = ARCHITECTURES["BLIP-2"].feed()
-    return model.generate(batch["pixel_values"], batch["input_ids"], max_new_tokens=4, do_sample=False)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def evaluated(model: Any) -> torch.Tensor:
-    """RWKV divides its weights in place at the first forward of an evaluation."""
-    return model.eval()(**ARCHITECTURES["RWKV"].feed()).logits  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("name", "use", "error", "cure"),
-    [
-        ("BLIP-2", captioned, ReleasedParameterError, "with infinity.gathered(params):"),
-        ("RWKV", evaluated, ParameterChangedError, "with infinity.gathered(params, write=True):"),
-    ],
-)
-def test_what_an_architecture_cannot_do_says_what_to_write(
-    name: str, use: Callable[[Any], torch.Tensor], error: type[Exception], cure: str, tmp_path: Path
-) -> None:
-    def seeded(model: Any) -> torch.Tensor:
-        torch.manual_seed(7)
-        return use(model)
-
-    wanted = seeded(build(name))
-    with offloaded(name, tmp_path) as (model, _):
-        with pytest.raises(error, match=re.escape(cure)):
-            seeded(model)
-        with infinity.gathered(model.parameters(), write="write" in cure):
-            torch.testing.assert_close(seeded(model), wanted, rtol=1e-5, atol=1e-6)
 
 
 OF_TRANSFORMERS = [n for n, a in ARCHITECTURES.items() if a.build.__qualname__.startswith("hf.")]
@@ -248,7 +213,7 @@ def output_of(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [t.clone() for t in tensors(output if isinstance(output, torch.Tensor) else output[0])]
 
 
-@pytest.mark.parametrize("name", ["UNet2DCondition", "DiT", "Flux", "SD3"])
+@pytest.mark.parametrize("name", ["UNet2DCondition", "SD3"])
 def test_diffusers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     config = config_for(tmp_path / "nvme", parameters="nvme")
@@ -277,25 +242,10 @@ def test_diffusers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
             infinity.close(used)
 
 
-def test_a_model_of_diffusers_in_bf16_is_that_of_its_library(tmp_path: Path) -> None:
-    model: Any = ARCHITECTURES["SD3"].build()
-    model.save_pretrained(tmp_path / "out")
-    (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme", dtype="bf16")
-    batch = cast((ARCHITECTURES["SD3"].feed(),), torch.bfloat16)[0]
-    read = type(model).from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
-    expected = output_of(read, batch)
-    used = infinity.inference(tmp_path / "out", config)
-    try:
-        assert all(map(torch.equal, output_of(used, batch), expected))
-    finally:
-        infinity.close(used)
-
-
-@pytest.mark.parametrize("name", ["EfficientNet", "Swin (timm)"])
-def test_timm_reads_what_is_exported(name: str, tmp_path: Path) -> None:
+def test_timm_reads_what_is_exported(tmp_path: Path) -> None:
     import timm  # type: ignore[import-not-found]
 
+    name = "EfficientNet"
     (tmp_path / "nvme").mkdir()
     config = config_for(tmp_path / "nvme", parameters="nvme")
     model, optimizer = trained(name, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,86 +16,69 @@ import pytest
 import torch
 
 from infinity.cli.main import VERBS, cli, run, show_error
-from infinity.cli.settings import OPTIONS, parse_placement, read_run
-from infinity.core.config import UPDATES
+from infinity.cli.settings import parse_placement, read_run
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
-from .command_line import python
-from .quick import covering
+from .command_line import old_arena, python, words
 
 MACHINE = str(Path(__file__).parents[1] / "docs" / "machine.yaml")
+SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--heads", "2", "--host-memory", "1GiB"]
 
 
-def test_help_imports_no_verb() -> None:
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = run(["plan", "--json", *SMALL, "--device-memory", "1GiB", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+#: What runs without torch, and how it ends.
+WITHOUT_TORCH: list[tuple[list[str], int]] = [
+    *(([verb, "--help"], 0) for verb in VERBS),
+    (["plan", "--stepz", "3"], 2),
+    *((["plan", option, "0"], 2) for option in ("--steps", "--ranks", "--link")),
+    *(
+        (["plan", "--preset", "10m", *("--device", "cpu"), *more], code)
+        for more, code in (
+            (["--json"], 0),
+            (["--nvme", ".", "--optimizer-state", "nvme", "--update", "delayed"], 0),
+            (["--experts", "4", "--tied", "--recompute", "--activations", "host"], 0),
+            (["--fit", "--ranks", "2"], 0),
+            (["--host-memory", "1MiB"], 1),  # it does not fit, and says what to change
+            (["--dtype", "fp8"], 2),
+            (["--optimizer-state", "nvme", "--nvme", "nowhere"], 2),
+            (["--ranks", "2", "--update", "delayed"], 2),
+            (["--output", "nowhere"], 0),
+        )
+    ),
+    (["plan", "--preset", "10m", "--device", "tpu"], 2),
+    (["plan", "--preset", "10m", "--machine", MACHINE, "--fit", "--json", "--ranks", "8"], 0),
+    (["plan", "--preset", "10m", "--machine", MACHINE, "--device", "cuda", "--dtype", "fp16"], 0),
+]
+
+
+@pytest.mark.processes
+def test_help_refusals_and_plans_of_presets_wait_for_no_import(tmp_path: Path) -> None:
+    """How long that takes is not asserted: machines differ."""
     code = (
-        "import sys; from infinity.cli.main import run; assert run(['--help']) == 0; "
-        f"assert not [m for m in sys.modules if m in {[v[0] for v in VERBS.values()]!r}]"
+        "import json, os, sys\n"
+        "from infinity.cli.main import run\n"
+        "os.chdir(sys.argv[1])\n"
+        "assert run(['--help']) == 0\n"
+        f"assert not {{*sys.modules}} & { ({module for module, _ in VERBS.values()})!r}\n"
+        "for arguments, code in json.loads(sys.argv[2]):\n"
+        "    assert run(arguments) == code, arguments\n"
+        "    assert not {*sys.modules} & {'torch', 'numpy', 'transformers'}, arguments\n"
     )
-    done = python("-c", code)
+    done = python("-c", code, str(tmp_path), json.dumps(WITHOUT_TORCH))
     assert done.returncode == 0, done.stderr
     for verb, (_, line) in VERBS.items():
         assert verb in done.stdout
         assert line in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        *(([verb, "--help"], 0) for verb in VERBS),
-        (["plan", "--stepz", "3"], 2),
-        (["plan", "--steps", "0"], 2),
-        (["plan", "--ranks", "0"], 2),
-        (["plan", "--link", "0"], 2),
-    ],
-)
-def test_what_is_refused_waits_for_no_import(arguments: list[str], code: int) -> None:
-    slow = ("torch", "numpy", "transformers")
-    done = python(
-        "-c",
-        f"import sys; from infinity.cli.main import run; assert run({arguments!r}) == {code}; "
-        f"assert not [m for m in {slow!r} if m in sys.modules]",
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--json"], 0),
-        (["--nvme", ".", "--optimizer-state", "nvme", "--update", "delayed"], 0),
-        (["--experts", "4", "--tied", "--recompute", "--activations", "host"], 0),
-        (["--fit", "--ranks", "2"], 0),
-        (["--host-memory", "1MiB"], 1),  # it does not fit, and says what to change
-        (["--dtype", "fp8"], 2),
-        (["--device", "tpu"], 2),
-        (["--optimizer-state", "nvme", "--nvme", "nowhere"], 2),
-        (["--ranks", "2", "--update", "delayed"], 2),
-        (["--output", "nowhere"], 0),
-        (["--machine", MACHINE], 0),
-        (["--machine", MACHINE, "--fit", "--json", "--ranks", "8", "--ranks-per-node", "4"], 0),
-        (["--machine", MACHINE, "--device", "cuda", "--activations", "host", "--dtype", "fp16"], 0),
-    ],
-)
-def test_a_plan_of_a_preset_needs_no_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
-    """How long that takes is not asserted: machines differ."""
-    if not {"--machine", "--device"} & {*arguments}:
-        arguments = [*arguments, "--device", "cpu"]  # elsewhere torch may be asked for a GPU
-    done = python(
-        "-c",
-        "import os, sys; from infinity.cli.main import run; "
-        f"os.chdir({str(tmp_path)!r}); code = run({['plan', '--preset', '10m', *arguments]!r}); "
-        "print(code, *({'torch', 'transformers'} & {*sys.modules}), file=sys.stderr)",
-    )
-    assert done.stderr.splitlines()[-1] == str(code), done.stdout + done.stderr
-
-
 def test_python_m_infinity() -> None:
     done = python("-m", "infinity", "--version")
-    assert done.returncode == 0
-    assert __version__ in done.stdout
+    assert (done.returncode, __version__ in done.stdout) == (0, True)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -108,53 +92,25 @@ def test_every_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[s
         assert "--json" in capsys.readouterr().out
 
 
-def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {(option.section, option.name): option for option in OPTIONS}
-    assert all(option.help for option in OPTIONS)
-    assert options["engine", "update"].kind.metavar == "|".join(UPDATES)
-    assert options["train", "optimizer"].kind.metavar == "adamw|lion|sgd|adagrad|muon"
-    assert options["engine", "block_bytes"].kind.metavar == "SIZE"
-    assert options["engine", "gradients"].kind.metavar == "PLACE"
-    assert options["train", "recompute"].flags == "--recompute/--no-recompute"
-    several = [name for (_, name), option in options.items() if option.kind.many]
-    assert several == ["nvme", "optimizer_state_fp32", "units"]
-    run(["plan", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "moments stay fp32 where --optimizer-state-dtype is" in said
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "cure"),
-    [
-        ("--update", "overlp", "--update overlap"),
-        ("--aio-backend", "threds", "--aio-backend threads"),
-        ("--activations", "nvme", "--activations device"),
-        ("--optimizer", "adamv", "did you mean 'adamw'?"),
-    ],
-)
-def test_a_choice_that_is_none(
-    option: str, value: str, cure: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["plan", "--json", *SMALL, option, value]) == 2
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert (error["found"], error["cure"]) == (repr(value), cure)
-
-
-def test_unknown_things_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_word_is_an_error_with_a_cure_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value, found, cure in (
+        ("--update", "overlp", "'overlp'", "--update overlap"),
+        ("--activations", "nvme", "'nvme'", "--activations device"),
+        ("--optimizer", "adamv", "'adamv'", "did you mean 'adamw'?"),
+        ("--preset", "7t", "7t", None),
+    ):
+        small = SMALL[:2] if option == "--preset" else SMALL
+        assert run(["plan", "--json", *small, option, value]) == 2
+        shown = capsys.readouterr()
+        error = json.loads(shown.out)["error"]
+        assert "Traceback" not in shown.err
+        assert error["type"] == "ConfigError"
+        assert found.strip("'") in str(error["found"])
+        assert error["cure"] == (cure or error["cure"])
     assert run(["plan", "--optimizer-stat", "nvme"]) == 2
     assert "--optimizer-state" in capsys.readouterr().err
     assert run(["plann"]) == 2
     assert "plan" in capsys.readouterr().err
-
-
-def test_an_error_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--preset", "7t", "--device", "cpu", "--json"]) == 2
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.err
-    assert "unknown preset" in shown.err
-    error = json.loads(shown.out)["error"]
-    assert error["type"] == "ConfigError"
-    assert error["cure"]
 
 
 def test_an_error_on_a_terminal_is_a_panel(
@@ -168,33 +124,17 @@ def test_an_error_on_a_terminal_is_a_panel(
     assert "[b]right[/b]" in shown
 
 
-SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--heads", "2", "--host-memory", "1GiB"]
-
-
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = run(["plan", "--json", *SMALL, "--device-memory", "1GiB", *arguments])
-    return code, json.loads(capsys.readouterr().out)
-
-
 def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    places = (
-        "--nvme",
-        str(tmp_path),
-        "--parameters",
-        "nvme",
-        "--optimizer-state",
-        "host:0.5,nvme:0.5",
-        "--gradients",
-        "host",
-    )
-    code, result = plan(capsys, *places, "--steps", "1000", "--nvme-write", "2")
+    places = ["--nvme", str(tmp_path), "--parameters", "nvme", "--gradients", "host"]
+    places += ["--optimizer-state", "host:0.5,nvme:0.5", "--steps", "1000"]
+    code, result = plan(capsys, *places, "--nvme-write", "2")
     assert code == 0
     assert result["fits"]
     assert result["nvme"]["parameters"] > 0
     assert result["host"]["optimizer state"] > 0
     assert result["wear"]["run_bytes"] == 1000 * result["per_step"]["nvme_written"]
     assert result["bounds_seconds"]["nvme write"] == result["per_step"]["nvme_written"] / 2e9
-    code, of_two = plan(capsys, *places, "--steps", "1000", "--ranks", "2")  # both write to the one drive
+    code, of_two = plan(capsys, *places, "--ranks", "2")  # both write to the one drive
     assert code == 0
     assert of_two["wear"]["run_bytes"] == 2 * 1000 * of_two["per_step"]["nvme_written"]
     assert of_two["wear"]["rated_bytes"] == result["wear"]["rated_bytes"] == 600e12
@@ -230,95 +170,63 @@ def test_plan_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     everything = [f"--{k}=nvme" for k in ("parameters", "optimizer-state", "gradients")]
-    machine = ["--machine", str(EXAMPLE), "--nvme", "/mnt/nvme0", "--batch", "1", "--recompute"]
+    machine = ["--machine", MACHINE, "--nvme", "/mnt/nvme0", "--batch", "1", "--recompute"]
     code = run(["plan", "--json", "--preset", "13b", *everything, *machine])
     result = json.loads(capsys.readouterr().out)
     assert code == 0
     assert result["parameters"] == pytest.approx(13e9, rel=0.01)
     # copy 2, state 12, room for a gradient 4
     assert sum(result["nvme"].values()) == pytest.approx(18 * result["parameters"], rel=1e-3)
+    run(["plan", "--preset", "llama-3.1-70b", "--machine", MACHINE])
+    said = capsys.readouterr().out
+    assert "8 sequences of 256 tokens at once (--batch, --sequence); the model takes up to" in said
+    assert not re.search(r"\d{5,}MiB free", said), "large sizes are said in GiB"
+    if not torch.cuda.is_available():
+        assert run(["plan", "--json", *SMALL, "--device", "cuda"]) == 2
+        assert "--machine FILE" in json.loads(capsys.readouterr().out)["error"]["cure"]
 
 
-def test_plan_counts_moments_that_stay_fp32(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    nvme = ["--nvme", str(tmp_path), "--optimizer-state", "nvme", "--optimizer-state-dtype", "8bit"]
-    nvme += ["--output", str(tmp_path / "out")]
-    cases = [[], ["--optimizer-state-fp32", "*embed*", "--optimizer-state-fp32", "*norm*"]]
-    plans = [plan(capsys, "--width", "512", *nvme, *more)[1] for more in cases]
-    wanted = 6 * (256 + 5) * 512 - 2 * 4 * (256 + 5) * 2  # without codes and scales
-    (first, second) = (each["standing"][0]["checkpoints"] for each in plans)
-    assert second - first == 3 * wanted  # a third stands there while two are kept
-    for section, name in (("nvme", "optimizer state"), ("per_step", "nvme_written")):
-        more = plans[1][section][name] - plans[0][section][name]
-        assert more == pytest.approx(wanted, rel=0.1), name  # chunks are padded
-    assert run(["plan", *SMALL, *nvme, "--optimizer-state-fp32", "*embde*"]) == 2
-    assert "--optimizer-state-fp32 matches no trainable parameter" in capsys.readouterr().err
-
-
-def test_a_device_that_is_not_here_must_be_described(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        return
-    assert run(["plan", "--json", *SMALL, "--device", "cuda"]) == 2
-    assert "--machine FILE" in json.loads(capsys.readouterr().out)["error"]["cure"]
-
-
-EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "cure"),
-    [
-        ("--queue-depth", "1000000", "no --queue-depth"),
-        ("--block-bytes", "1TiB", "no --block-bytes"),
-    ],
-)
-def test_what_no_ring_takes_is_refused_at_the_start(
-    option: str, value: str, cure: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_plan_names_the_directory_that_checkpoints_go_to(
+    nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_nvme = [*SMALL, "--optimizer-state", "nvme", "--nvme", str(tmp_path)]
-    assert run(["plan", "--json", *on_nvme, option, value]) == 2
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert (error["what"], error["cure"]) == (f"{option} cannot be used", cure)
-    assert run(["plan", "--json", *on_nvme, *(cure.split() if cure.startswith("-") else ())]) == 0
+    assert run(["plan", *words(nvme, "--output", str(tmp_path / "out"))]) == 0
+    assert f"Checkpoints go to {tmp_path}/out\n" in capsys.readouterr().out
 
 
-@covering
-@pytest.mark.parametrize("form", [["--json"], []])
 @pytest.mark.parametrize(
-    ("to", "code", "said"),
+    ("given", "cure"),
     [
-        (">/dev/full", 2, "Error: the output cannot be written: No space left on device\n"),
-        (">&-", 0, ""),
+        (["--queue-depth", "1000000"], "no --queue-depth"),
+        (["--block-bytes", "1TiB"], "no --block-bytes"),
+        (["--ranks", "0"], "--ranks 1"),
+        (["--ranks", "3", "--ranks-per-node", "2"], "--ranks-per-node 1, or --ranks 4"),
     ],
-    ids=["full", "closed"],
 )
-def test_an_output_that_takes_no_more(to: str, code: int, said: str, form: list[str]) -> None:
+def test_what_no_ring_and_no_node_takes_is_refused_with_a_cure_that_works(
+    given: list[str], cure: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on_nvme = ["--optimizer-state", "nvme", "--nvme", str(tmp_path)]
+    code, result = plan(capsys, *on_nvme, *given)
+    assert (code, result["error"]["cure"]) == (2, cure)
+    changed = [] if cure.startswith("no ") else [*given, *cure.split(",")[0].split()]
+    assert plan(capsys, *on_nvme, *changed)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("to", "form", "code", "said"),
+    [
+        (">/dev/full", "--json", 2, "Error: the output cannot be written: No space left on device\n"),
+        (">/dev/full", "--tied", 2, "Error: the output cannot be written: No space left on device\n"),
+        (">&-", "--json", 0, ""),
+    ],
+    ids=["full", "full, for a person", "closed"],
+)
+def test_an_output_that_takes_no_more(to: str, form: str, code: int, said: str) -> None:
     """Exit code 1 says that a run does not fit; this is 2. Nobody to write to at all is no error."""
-    command = [sys.executable, "-m", "infinity", "plan", *form, *SMALL, "--device-memory", "1GiB"]
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {to}', "sh", *command],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-m", "infinity", "plan", form, *SMALL, "--device-memory", "1GiB"]
+    shell = ["sh", "-c", f'exec "$@" {to}', "sh", *command]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (code, said)
-
-
-def test_an_interrupt_while_it_begins(tmp_path: Path) -> None:
-    """What is imported makes other errors of an exception."""
-    for delay in (0.15, 0.3, 0.6, 1.2):
-        child = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(delay)
-        child.send_signal(signal.SIGINT)
-        error = child.communicate(timeout=120)[1]
-        assert (child.returncode, error) == (130, "interrupted\n"), delay
 
 
 _BEGIN = """
@@ -333,13 +241,60 @@ main()
 """
 
 
-def test_a_directory_and_dimensions_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="dimensions of its own"):
-        read_run({"init_from": "/model", "layers": 3})
+def test_an_interrupt_while_it_begins(tmp_path: Path) -> None:
+    """What is imported makes other errors of an exception."""
+    for delay in (0.2, 0.8):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _BEGIN, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(delay)
+        child.send_signal(signal.SIGINT)
+        error = child.communicate(timeout=120)[1]
+        assert (child.returncode, error) == (130, "interrupted\n"), delay
 
 
-def test_placements() -> None:
+def test_no_terminal_is_too_plain(tmp_path: Path) -> None:
+    """A locale without UTF-8, and a directory whose name needs it."""
+    drive = tmp_path / "größe-大"
+    drive.mkdir()
+    old_arena(str(drive))
+    commands = [
+        ["doctor", "DRIVE"],
+        ["doctor", "--clean", "DRIVE"],
+        ["plan", *words("DRIVE")],
+        ["plan", *words("DRIVE/nothing")],
+    ]
+    code = (
+        "import json, sys\n"
+        "from infinity.cli import doctor\n"
+        "from infinity.cli.ending import begin\n"
+        "from infinity.cli.main import run\n"
+        "doctor.CHECKS = ()\n"  # those of directories are left
+        "begin()\n"
+        "for command in json.loads(sys.argv[1]):\n"
+        "    code = run([word.replace('DRIVE', sys.argv[2]) for word in command])\n"
+        "    print('<', code, '>', flush=True)\n"
+    )
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = python("-c", code, json.dumps(commands), str(drive), env=env, text=False)
+    shown, err = done.stdout.decode("latin-1"), done.stderr.decode("latin-1")
+    assert done.returncode == 0, err
+    for name in ("Traceback", "UnicodeEncodeError", "Logging error"):
+        assert name not in err + shown
+    assert [int(line[2:-2]) for line in shown.splitlines() if line.startswith("< ")] == [0, 0, 0, 2]
+    assert "MiB x " in shown
+    assert "×".encode() not in done.stdout
+
+
+def test_settings_of_a_run() -> None:
     assert parse_placement("nvme") == "nvme"
     assert parse_placement("host:0.3, nvme:0.7") == {"host": 0.3, "nvme": 0.7}
     with pytest.raises(ConfigError):
         parse_placement("host:most")
+    with pytest.raises(ConfigError, match="dimensions of its own"):
+        read_run({"init_from": "/model", "layers": 3})

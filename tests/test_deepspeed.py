@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from infinity.cli.main import run
 from infinity.core.errors import ConfigError
 from infinity.integrations.deepspeed import config_from, scheduler_from
 
+from .ranks import all_well, run_ranks
 from .small_net import build, tokens
 from .test_ecosystem import need
 
@@ -60,13 +59,6 @@ WARMUP = {
     "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
 }
 DECAY = {"type": "WarmupDecayLR", "params": {**WARMUP["params"], "total_num_steps": "auto"}}  # type: ignore[dict-item]
-COSINE = {
-    "type": "WarmupCosineLR",
-    "params": {
-        **{"total_num_steps": 1000, "warmup_min_ratio": 0, "warmup_num_steps": 100},
-        **{"cos_min_ratio": 0.001, "warmup_type": "linear"},
-    },
-}
 BUCKETS = {
     "stage": 2,
     "allgather_partitions": True,
@@ -102,7 +94,6 @@ FACTORY = {
     "comms_config": {"verbose": False},
     "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
 }
-SWEEP = {**AUTO, **BF16, "fp16": {"enabled": False}}
 FORCED = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, **BF16, **AUTO}
 AXOLOTL = {
     **AUTO,
@@ -115,8 +106,6 @@ ACCELERATE = {
     **{"gradient_accumulation_steps": 1, "steps_per_print": 2000, "wall_clock_breakdown": False},
     **{"fp16": FP16_ON, "optimizer": TORCH_ADAM, "scheduler": DECAY},
 }
-SQUAD = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 6, "steps_per_print": 10}
-EXPERTS = {**BF16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "scheduler": COSINE}
 INFINITY = {
     **{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0},
     **{"fp16": {"enabled": True, **SCALE}, "wall_clock_breakdown": True},
@@ -137,57 +126,9 @@ INFINITY = {
 #: dtype and max_grad_norm; or the keys that the error names. `ARGUMENTS` fill in what Trainer fills in.
 _OFF, _HOST = "device", "host"
 PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
-    "LLaMA-Factory/ds_z0": (
-        {**FACTORY, "zero_optimization": {**BUCKETS, "stage": 0, "round_robin_gradients": True}},
-        (0, _OFF, _OFF, _OFF, "bf16", None),
-    ),
-    "LLaMA-Factory/ds_z2": (
-        {**FACTORY, "zero_optimization": {**BUCKETS, "round_robin_gradients": True}},
-        (2, _OFF, _OFF, _OFF, "bf16", None),
-    ),
-    "LLaMA-Factory/ds_z2_offload": (
-        {**FACTORY, "zero_optimization": {**BUCKETS, "offload_optimizer": CPU}},
-        (2, _OFF, _HOST, _HOST, "bf16", None),
-    ),
-    "LLaMA-Factory/ds_z3": (
-        {**FACTORY, "zero_optimization": THREE},
-        (3, _OFF, _OFF, _OFF, "bf16", None),
-    ),
     "LLaMA-Factory/ds_z3_offload": (
         {**FACTORY, "zero_optimization": OFFLOADED},
         (3, _HOST, _HOST, _HOST, "bf16", None),
-    ),
-    "LLaMA-Factory/ds_z3_partial_offload": (
-        {**FACTORY, "zero_optimization": {**THREE, "offload_optimizer": {**CPU, "pin_memory": False}}},
-        (3, _OFF, _HOST, _HOST, "bf16", None),
-    ),
-    "LLaMA-Factory/ds_z2_autotp": (
-        {
-            **FACTORY,
-            "_comment": "models",
-            "zero_optimization": BUCKETS,
-            "tensor_parallel": {"autotp_size": 2},
-        },
-        ("tensor_parallel",),
-    ),
-    "LLaMA-Factory/ds_z3_alst": (
-        {**SWEEP, "zero_optimization": OFFLOADED, "sequence_parallel": {"enabled": True, "size": 4}},
-        ("sequence_parallel",),
-    ),
-    "LLaMA-Factory/ds_z3_e9_quant_grads": (
-        {**SWEEP, "zero_optimization": {**THREE, "zero_quantized_gradients": True}},
-        (3, _OFF, _OFF, _OFF, "bf16", None),
-    ),
-    "LLaMA-Factory/ds_z3_e11_act_ckpt": (
-        {
-            **SWEEP,
-            "zero_optimization": {**THREE, "stage3_module_granularity_threshold": 16},
-            "activation_checkpointing": {
-                **{"partition_activations": True, "contiguous_memory_optimization": True},
-                "synchronize_checkpoint_boundary": False,
-            },
-        },
-        (3, _OFF, _OFF, _OFF, "bf16", None),
     ),
     "axolotl/zero1": (
         {
@@ -197,39 +138,9 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
         },
         (1, _OFF, _OFF, _OFF, "bf16", None),
     ),
-    "axolotl/zero1_torch_compile": (
-        {**AXOLOTL, "zero_optimization": {"stage": 1}, "compile": {"disable": False, "backend": "inductor"}},
-        (1, _OFF, _OFF, _OFF, "bf16", None),
-    ),
-    "axolotl/zero2": (
-        {**AXOLOTL, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        (2, _OFF, _HOST, _HOST, "bf16", None),
-    ),
-    "axolotl/zero3_cpuoffload": (
-        {**AXOLOTL, "zero_optimization": {**OFFLOADED, "sub_group_size": 0, "stage3_max_live_parameters": 0}},
-        (3, _HOST, _HOST, _HOST, "bf16", None),
-    ),
-    "axolotl/zero3_bf16_cpuoffload_all": (
-        {**FORCED, "zero_optimization": SHORT},
-        (3, _HOST, _HOST, _HOST, "bf16", None),
-    ),
     "axolotl/zero3_bf16_cpuoffload_params": (
         {**FORCED, "zero_optimization": {k: v for k, v in SHORT.items() if k != "offload_optimizer"}},
         (3, _HOST, _OFF, _OFF, "bf16", None),
-    ),
-    "transformers/zero2": (
-        {
-            **{**AUTO, **DTYPES, "optimizer": ADAM, "scheduler": WARMUP, "steps_per_print": 2000},
-            "zero_optimization": {**BUCKETS, "offload_optimizer": CPU},
-        },
-        (2, _OFF, _HOST, _HOST, "bf16", None),
-    ),
-    "transformers/zero2_bf16": (
-        {
-            **{**AUTO, "bfloat16": {"enabled": "auto"}, "optimizer": ADAM, "scheduler": WARMUP},
-            "zero_optimization": {**BUCKETS, "offload_optimizer": CPU},
-        },
-        (2, _OFF, _HOST, _HOST, "bf16", None),
     ),
     "DeepSpeed/tensor_parallel": (
         {
@@ -239,43 +150,12 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
         },
         ("tensor_parallel",),
     ),
-    "accelerate/zero_stage1": (
-        {**ACCELERATE, "zero_optimization": {**BUCKETS, "stage": 1}},
-        (1, _OFF, _OFF, _OFF, "fp16", 1.0),
-    ),
-    "accelerate/zero_stage2_offload": (
-        {**ACCELERATE, "zero_optimization": {**BUCKETS, "offload_optimizer": CPU}},
-        (2, _OFF, _HOST, _HOST, "fp16", 1.0),
-    ),
     "accelerate/zero_stage3_offload": (
         {
             **ACCELERATE,
             "zero_optimization": {**OFFLOADED, "stage3_gather_16bit_weights_on_model_save": "auto"},
         },
         (3, _HOST, _HOST, _HOST, "fp16", 1.0),
-    ),
-    "accelerate/zero3_model_only": (
-        {**DTYPES, "zero_optimization": OFFLOADED, "train_batch_size": 1},
-        ("fp16.enabled and bf16.enabled",),
-    ),
-    "transformers/zero3": (
-        {
-            "fp16": FP16_ON,
-            "zero_optimization": {**OFFLOADED, "sub_group_size": 1e14, "reduce_bucket_size": 0},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-            },
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
-        },
-        (3, _HOST, _HOST, _HOST, "fp16", 1.0),
-    ),
-    "LLaMA-Factory/ds_z3_fp8": (
-        {
-            **{"fp16": {**FP16, "enabled": False}, "bf16": {"enabled": False}, "fp8": {"enabled": True}},
-            **{"gradient_clipping": 0.001, "zero_optimization": {**THREE, "offload_optimizer": CPU}},
-        },
-        (3, _OFF, _HOST, _HOST, "fp32", 0.001),
     ),
     "DeepSpeed/zero2_cpu_offload": (
         {
@@ -296,67 +176,15 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
         },
         ("fp16.loss_scale", "zero_optimization.stage3_param_persitance_threshold"),
     ),
-    "DeepSpeed/qanet_1cycle": (
-        {
-            **{"train_batch_size": 512, "train_micro_batch_size_per_gpu": 32},
-            "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999]}},
-            "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.004, "cycle_max_lr": 0.015}},
-        },
-        (0, _OFF, _OFF, _OFF, "fp32", 1.0),
-    ),
-    "DeepSpeed/cifar": (
-        {
-            **{"train_batch_size": 4, "gradient_clipping": 1.0, "prescale_gradients": False},
-            "fp16": {**FP16_ON, "fp16_master_weights_and_grads": True, "initial_scale_power": 15},
-            "zero_optimization": {**BUCKETS, "cpu_offload": True},
-        },
-        ("fp16.fp16_master_weights_and_grads",),
-    ),
     "DeepSpeed/squad": (
         {
-            **{**SQUAD, "fp16": {"enabled": True}},
+            **{"train_batch_size": 24, "train_micro_batch_size_per_gpu": 6, "fp16": {"enabled": True}},
             "optimizer": {
                 "type": "Adam",
                 "params": {"lr": 3e-5, "max_grad_norm": 1.0, "weight_decay": 0.0, "bias_correction": False},
             },
         },
         ("optimizer.params.bias_correction", "optimizer.params.max_grad_norm"),
-    ),
-    "DeepSpeed/squad_onebit": (
-        {**SQUAD, "optimizer": {"type": "OnebitAdam", "params": {"lr": 3e-5, "freeze_step": 400}}},
-        ("optimizer.type",),
-    ),
-    "DeepSpeed/moq": (
-        {
-            **{"gradient_clipping": 1.0, "fp16": {"initial_scale_power": 16, "enabled": True}},
-            "quantize_training": {"enabled": True, "quantize_groups": 8},
-        },
-        ("quantize_training",),
-    ),
-    "DeepSpeed/zenflow": (
-        {
-            **{**BF16, "train_batch_size": 32, "gradient_clipping": 1.0},
-            "zero_optimization": {
-                **{"stage": 2, "offload_optimizer": CPU},
-                "zenflow": {"topk_ratio": 0.1, "update_interval": 4},
-            },
-        },
-        ("zero_optimization.zenflow",),
-    ),
-    "DeepSpeed/zero3_leaf": (
-        {
-            **{**EXPERTS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
-            "zero_optimization": {"stage": 3, "leaf_module": {"classes": ["MoeBlock"]}},
-        },
-        (3, _OFF, _OFF, _OFF, "bf16", 1.0),
-    ),
-    "DeepSpeed/autoep": (
-        {
-            **EXPERTS,
-            "zero_optimization": {"stage": 1},
-            "expert_parallel": {"enabled": True, "autoep_size": 8},
-        },
-        ("expert_parallel",),
     ),
     "DeepSpeed/t5_xl": (
         {
@@ -610,6 +438,8 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert result["nvme"]["optimizer state"] == pytest.approx(elements * 8, rel=0.05)  # Lion's, with masters
     assert result["per_step"]["tokens"] == 32 * 256
     assert result["notes"] == config_from(settings, SimpleNamespace(bf16=True, fp16=False))[1]
+    assert run(["plan", "--preset", "10m", "--device", "cpu", "--deepspeed", str(file)]) == 0
+    assert "- bf16.check_grad_overflow = true: DeepSpeed skips" in capsys.readouterr().out
     more = ("--parameters", "device", "--batch", "1", "--optimizer-state", "host", "--dtype", "fp16")
     code, result = plan(capsys, "--deepspeed", str(file), *more)
     assert (code, result["dtype"], result["per_step"]["tokens"]) == (0, "fp16", 2 * 256)
@@ -631,91 +461,34 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "zero_optimization.zenflow" in result["error"]["found"]
 
 
-def test_plan_shows_notes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps({**BF16, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}), "utf-8")
-    assert run(["plan", "--preset", "10m", "--device", "cpu", "--deepspeed", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "2 sequences of 256 tokens at once" in out
-    assert "- bf16.check_grad_overflow = true: DeepSpeed skips" in out
-
-
 # ---- schedulers ----
 
 #: Rates of the first group, step by step, of DeepSpeed 0.19.8.
-RECORDED: Mapping[str, tuple[str, Settings, list[float]]] = {
+RECORDED: Mapping[str, tuple[str, Settings, str]] = {
     "log": (
         "WarmupLR",
         {"warmup_max_lr": 0.003, "warmup_num_steps": 5},
-        [
-            0.0,
-            0.0,
-            0.0012920296742201791,
-            0.0020478185834579563,
-            0.0025840593484403583,
-            0.003,
-            0.003,
-            0.003,
-            0.003,
-            0.003,
-            0.003,
-        ],
+        "0.0 0.0 0.0012920296742201791 0.0020478185834579563 0.0025840593484403583 0.003 0.003 "
+        "0.003 0.003 0.003 0.003",
     ),
     "of the group": (
         "WarmupLR",
         {"warmup_min_lr": 0.0001, "warmup_num_steps": 5, "warmup_type": "linear"},
-        [
-            0.0001,
-            0.0001,
-            0.00028000000000000003,
-            0.00046,
-            0.00064,
-            0.0008200000000000001,
-            0.001,
-            0.001,
-            0.001,
-            0.001,
-            0.001,
-        ],
-    ),
-    "one step": (
-        "WarmupLR",
-        {"warmup_max_lr": [0.003, 0.001], "warmup_num_steps": 1},
-        [0.0, 0.0, 0.003, 0.003, 0.003, 0.003, 0.003, 0.003, 0.003, 0.003, 0.003],
+        "0.0001 0.0001 0.00028000000000000003 0.00046 0.00064 0.0008200000000000001 0.001 0.001 "
+        "0.001 0.001 0.001",
     ),
     "decay": (
         "WarmupDecayLR",
         {"warmup_max_lr": 0.003, "warmup_num_steps": 3, "total_num_steps": 8, "warmup_type": "linear"},
-        [
-            0.0,
-            0.0,
-            0.001,
-            0.002,
-            0.003,
-            0.0024000000000000002,
-            0.0018,
-            0.0012000000000000001,
-            0.0006000000000000001,
-            0.0,
-            0.0,
-        ],
+        "0.0 0.0 0.001 0.002 0.003 0.0024000000000000002 0.0018 0.0012000000000000001 "
+        "0.0006000000000000001 0.0 0.0",
     ),
     "cosine": (
         "WarmupCosineLR",
         {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_min_ratio": 0.1},
-        [
-            0.0,
-            0.0001,
-            0.0006678367782143116,
-            0.001,
-            0.000904518046337755,
-            0.000654543046337755,
-            0.0003455569536622451,
-            9.558195366224507e-05,
-            1.0000000000000001e-07,
-            1.0000000000000001e-07,
-            1.0000000000000001e-07,
-        ],
+        "0.0 0.0001 0.0006678367782143116 0.001 0.000904518046337755 0.000654543046337755 "
+        "0.0003455569536622451 9.558195366224507e-05 1.0000000000000001e-07 "
+        "1.0000000000000001e-07 1.0000000000000001e-07",
     ),
     "stairs": (
         "OneCycle",
@@ -728,19 +501,8 @@ RECORDED: Mapping[str, tuple[str, Settings, list[float]]] = {
             "decay_step_size": 5,
             "decay_lr_rate": 0.01,
         },
-        [
-            0.004,
-            0.004,
-            0.0095,
-            0.0095,
-            0.015,
-            0.0095,
-            0.004,
-            0.004,
-            0.003992015968063872,
-            0.00398406374501992,
-            0.003976143141153082,
-        ],
+        "0.004 0.004 0.0095 0.0095 0.015 0.0095 0.004 0.004 0.003992015968063872 "
+        "0.00398406374501992 0.003976143141153082",
     ),
     "cycle": (
         "OneCycle",
@@ -751,29 +513,12 @@ RECORDED: Mapping[str, tuple[str, Settings, list[float]]] = {
             "decay_step_size": 5,
             "decay_mom_rate": 0.01,
         },
-        [0.004, 0.00675, 0.0095, 0.01225, 0.015, 0.01225, 0.0095, 0.00675, 0.004, 0.004, 0.004],
-    ),
-    "range": (
-        "LRRangeTest",
-        {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 3, "lr_range_test_step_rate": 2},
-        [
-            0.001,
-            0.0016666666666666666,
-            0.002333333333333333,
-            0.003,
-            0.0036666666666666666,
-            0.004333333333333334,
-            0.005,
-            0.005666666666666667,
-            0.006333333333333333,
-            0.007,
-            0.007666666666666667,
-        ],
+        "0.004 0.00675 0.0095 0.01225 0.015 0.01225 0.0095 0.00675 0.004 0.004 0.004",
     ),
     "staircase": (
         "LRRangeTest",
         {"lr_range_test_step_size": 3, "lr_range_test_staircase": True},
-        [0.001, 0.001, 0.001, 0.002, 0.002, 0.002, 0.003, 0.003, 0.003, 0.004, 0.004],
+        "0.001 0.001 0.001 0.002 0.002 0.002 0.003 0.003 0.003 0.004 0.004",
     ),
 }
 #: β₁ in "cycle".
@@ -801,7 +546,8 @@ def rates(settings: Settings, arguments: Any = None, *, steps: int | None = None
 @pytest.mark.parametrize("name", RECORDED)
 def test_rates_are_those_of_deepspeed(name: str) -> None:
     kind, params, expected = RECORDED[name]
-    assert rates({"scheduler": {"type": kind, "params": params}}, count=len(expected)) == expected
+    found = rates({"scheduler": {"type": kind, "params": params}}, count=11)
+    assert found == [*map(float, expected.split())]
 
 
 def test_one_cycle_sets_betas_of_a_wrapped_optimizer_and_goes_on(config: Config, tmp_path: Path) -> None:
@@ -829,7 +575,7 @@ def test_one_cycle_sets_betas_of_a_wrapped_optimizer_and_goes_on(config: Config,
 
     train(3, None)
     train(3, {})
-    assert found == list(zip(expected[:6], MOMENTA, strict=True))
+    assert found == list(zip(map(float, expected.split()[:6]), MOMENTA, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -853,63 +599,31 @@ def test_a_scheduler_that_cannot_be_made(scheduler: Settings | None, said: str) 
     assert said in str(caught.value)
 
 
-def test_steps_fill_in_what_trainer_would() -> None:
-    settings = {"scheduler": DECAY}
-    arguments = SimpleNamespace(learning_rate=3e-3, warmup_steps=3)
-    assert rates(settings, arguments, steps=8, count=3) == rates(
-        {"scheduler": {"type": "WarmupDecayLR", "params": dict(RECORDED["decay"][1], warmup_type="log")}},
-        count=3,
-    )
-    assert rates(settings, ARGUMENTS, count=30)[11] == 2e-5  # a tenth of max_steps rises
-
-
 # ---- the example ----
 
 ROOT = Path(__file__).parents[1]
 #: The loss of each step with DeepSpeed 0.19.8: the script before, as the page has it.
 BEFORE = [
-    1.0942,
-    0.9976,
-    0.9964,
-    0.9040,
-    1.0692,
-    0.9018,
-    0.9661,
-    0.9480,
-    0.8561,
-    0.8204,
-    0.8178,
-    0.8056,
-    0.7918,
-    0.7340,
-    0.7687,
-    0.7583,
-    0.8034,
-    0.7256,
-    0.7570,
-    0.7028,
+    *(1.0942, 0.9976, 0.9964, 0.9040, 1.0692, 0.9018, 0.9661, 0.9480, 0.8561, 0.8204),
+    *(0.8178, 0.8056, 0.7918, 0.7340, 0.7687, 0.7583, 0.8034, 0.7256, 0.7570, 0.7028),
 ]
 
 
 @pytest.mark.processes
-def test_the_example_has_the_losses_of_deepspeed(tmp_path: Path) -> None:
+def test_the_example_has_the_losses_of_deepspeed_and_goes_on(tmp_path: Path) -> None:
     script = ROOT / "examples/deepspeed/train.py"
     page = (ROOT / "docs/deepspeed.md").read_text(encoding="utf-8")
     diff = page.split("```diff\n")[1].split("```")[0].splitlines()
     code = script.read_text(encoding="utf-8")
     assert [line[1:] for line in diff if not line.startswith("-")] == code.splitlines()
     compile("\n".join(line[1:] for line in diff if not line.startswith("+")), "before", "exec")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    run = f"import os, runpy, sys\nos.chdir(sys.argv[1])\nrunpy.run_path({str(script)!r})"
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    first, second = (
+        all_well(run_ranks(1, run, str(tmp_path), seconds=120, environment=environment))[0] for _ in range(2)
     )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.+)$", done.stdout, flags=re.M)]
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.+)$", first, flags=re.M)]
     assert losses == pytest.approx(BEFORE, abs=1e-3)
-    assert 'optimizer.type = "AdamW": torch.optim.AdamW(parameters, lr=0.003,' in done.stdout
+    assert 'optimizer.type = "AdamW": torch.optim.AdamW(parameters, lr=0.003,' in first
     assert (tmp_path / "checkpoints/step-20").is_dir()
+    assert not re.search(r"^step \d+:", second, flags=re.M), "a second run goes on: nothing is left to do"

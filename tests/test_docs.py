@@ -1,4 +1,5 @@
-"""README.md and the pages of docs/: their Python runs, and they name every error and every name."""
+"""README.md, the pages of docs/, and the source distribution: the Python of pages runs, and pages name every
+error and every name."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 
 import infinity
 from infinity.core import errors
+
+from .ranks import all_well, run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,16 +102,16 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
     code = program(page).replace("/mnt/nvme/run1", str(tmp_path / "nvme"))
     script = tmp_path / f"{page.stem}.py"
     script.write_text("from prepared import *" + code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    run = (
+        "import os, runpy, sys, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "for name in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT'.split():\n"
+        "    del os.environ[name]  # a user's program is no rank\n"
+        "os.chdir(os.path.dirname(sys.argv[1]))\n"
+        "sys.path.insert(0, os.getcwd())\n"
+        "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    all_well(run_ranks(1, run, str(script), seconds=240, environment={"CUDA_VISIBLE_DEVICES": ""}))
 
 
 def test_every_error_is_explained() -> None:
@@ -122,7 +126,40 @@ def test_the_api_page_has_every_name() -> None:
     assert {*named, "__version__"} == set(infinity.__all__)
 
 
-def test_the_code_of_a_page_keeps_its_line_numbers(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A\n\n- b\n\n  ```python\n  c = 1\n  ```\n", "utf-8")
-    assert program(page).splitlines()[5] == "c = 1"
+def test_the_loop_is_the_one_that_is_type_checked() -> None:
+    """`make types` runs mypy --strict over tests/readme_loop.py."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    diff = text.split("```diff\n")[1].split("```")[0]
+    loop = "".join(line[1:] + "\n" for line in diff.splitlines() if not line.startswith("-"))
+    assert (ROOT / "tests/readme_loop.py").read_text(encoding="utf-8").split("# README.md\n")[1] == loop
+    config = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert "strict = true" in config
+    assert "tests/readme_loop.py" in config
+
+
+@pytest.mark.integration
+def test_the_source_distribution_has_tests_and_documents_that_work(tmp_path: Path) -> None:
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    tree = tmp_path / "tree"
+    files = subprocess.run(
+        ["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split()
+    for name in files:
+        target = tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=tree,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (root,) = (tmp_path / "unpacked").iterdir()
+    missing = [name for name in files if not (root / name).is_file() and not name.startswith(".")]
+    assert missing == []
+    rules = [sys.executable, str(ROOT / ".ci/rules.py"), str(root)]
+    done = subprocess.run(rules, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,36 +1,47 @@
-"""`infinity doctor`, and the facts of a machine that it shows."""
+"""`infinity doctor`: this machine's facts, odd directories and drives, and what to change."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.metadata
 import json
 import os
 import resource
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from infinity.cli import doctor
-from infinity.cli.doctor import Finding, doctor_command, examine, shadows, worst
-from infinity.cli.main import run as run_cli
+import infinity
+from infinity.api.engine import engine_of
+from infinity.cli import doctor, medium
+from infinity.cli.doctor import Finding, directory, doctor_command, examine, shadows
+from infinity.cli.main import run
 from infinity.cli.tune import remember
+from infinity.core.config import Config
 from infinity.core.errors import BuildError
+from infinity.core.sizes import KiB, MiB
 from infinity.hardware import cpu_adam, probe
-from infinity.hardware.tuned import TunedSettings
+from infinity.hardware.tuned import TunedSettings, drive_key
+
+from .command_line import ROOT, mounted, old_arena, python, small_drive
+
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
-@pytest.fixture(autouse=True)
-def _own_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
-    for name in ("INFINITY_AIO", "INFINITY_ISA"):
-        monkeypatch.delenv(name, raising=False)
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
 
 
-def status_of(findings: list[Finding], name: str) -> Finding:
-    return next(finding for finding in findings if finding.name == name)
+def of(path: object, *, clean: bool = False) -> dict[str, Finding]:
+    """Return what doctor finds of a directory."""
+    return by_name(directory(str(path), clean=clean))
 
 
 # ---- the command ----
@@ -39,17 +50,15 @@ def status_of(findings: list[Finding], name: str) -> Finding:
 def test_every_finding_has_a_status_and_what_is_wrong_a_cure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run_cli(["doctor", str(tmp_path), "--json"])
+    code = run(["doctor", str(tmp_path), "--json"])
     result = json.loads(capsys.readouterr().out)
     assert code == (1 if result["status"] == "error" else 0)
-    names = [finding["name"] for finding in result["findings"]]
-    for name in ("python", "torch", "distribution", "name", "import", "native I/O", "native Adam", "cgroup"):
-        assert name in names
-    for name in ("memlock", "aio-max-nr", "huge pages", "cores", "NUMA", "backend libaio", "host memory"):
-        assert name in names
+    names = {finding["name"] for finding in result["findings"]}
+    assert names >= {"python", "torch", "distribution", "name", "import", "native I/O", "native Adam"}
+    assert names >= {"cgroup", "memlock", "aio-max-nr", "huge pages", "cores", "NUMA", "backend libaio"}
+    assert names >= {f"{tmp_path}{part}" for part in ("", ": free", ": O_DIRECT", ": backend", ": tuned")}
+    assert "host memory" in names
     assert any(name.startswith("GPU") for name in names)
-    for part in ("", ": free", ": O_DIRECT", ": backend", ": tuned"):
-        assert f"{tmp_path}{part}" in names
     for finding in result["findings"]:
         assert set(finding) == {"name", "status", "found", "cure"}
         assert finding["status"] in ("ok", "warning", "error")
@@ -58,61 +67,67 @@ def test_every_finding_has_a_status_and_what_is_wrong_a_cure(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_person_sees_lines_and_cures(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
-    done = CliRunner().invoke(doctor_command, [missing], catch_exceptions=False, standalone_mode=False)
-    assert done.return_value == 1
-    said = " ".join(done.stdout.split())  # lines end at 80 columns
-    assert f"error {missing}: No such file" in said
-    assert f"to change: mkdir -p {missing}" in said
-
-
-def test_warnings_alone_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([Finding("a", "warning", "b", "c")]),))
-    done = CliRunner().invoke(doctor_command, [], catch_exceptions=False, standalone_mode=False)
-    assert done.return_value == 0
-    assert worst([]) == "ok"
-
-
-def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_is_a_finding_and_a_warning_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> Any:
         raise ZeroDivisionError("oh")
         yield
 
     monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.processors))
     findings = examine(())
-    assert findings[0].status == "error"
+    assert (findings[0].status, findings[1].name) == ("error", "cores")
     assert "ZeroDivisionError: oh" in findings[0].found
-    assert findings[1].name == "cores"
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: iter([Finding("a", "warning", "b", "c")]),))
+    for given, code in (([], 0), ([str(tmp_path / "missing")], 1)):
+        done = CliRunner().invoke(doctor_command, given, catch_exceptions=False, standalone_mode=False)
+        assert done.return_value == code
+    said = " ".join(done.stdout.split())  # lines end at 80 columns
+    assert f"error {tmp_path}/missing: No such file" in said
+    assert f"to change: mkdir -p {tmp_path}/missing" in said
 
 
-# ---- the package ----
-
-
-def test_the_unrelated_package_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: {"infinity": "1.5"}.get(name) or real(name)
+def test_doctor_works_without_torch(tmp_path: Path) -> None:
+    folder = tmp_path / "blocker" / "torch"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
     )
-    found = status_of(list(doctor.package()), "name")
-    assert (found.status, "1.5" in found.found) == ("error", True)
-    assert "pip uninstall infinity" in str(found.cure)
+    env = {"PYTHONPATH": f"{folder.parent}:{ROOT}"}
+    done = python("-m", "infinity", "doctor", str(tmp_path), "--json", env=env)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    found = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
+    for name in ("torch", "native Adam", "GPU"):
+        assert found[name]["status"] == "error"
+        assert "torch" in found[name]["found"]
+        assert found[name]["cure"].startswith("pip install ")
+    for name in ("native I/O", "cores", "threads", "cgroup", f"{tmp_path}: backend", f"{tmp_path}: free"):
+        assert found[name]["status"] != "error", found[name]
+    assert not [each for each in found.values() if "broke" in each["found"]]
 
 
-@pytest.mark.parametrize(("installed", "status"), [(None, "warning"), ("9.9", "warning"), ("same", "ok")])
-def test_the_distribution_is_compared(
-    installed: str | None, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# ---- the package and its native parts ----
+
+
+def test_what_is_installed_under_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, versions = importlib.metadata.version, {"infinity": "1.5", "infinity-offload": doctor.__version__}
+
     def version(name: str) -> str:
-        if name == "infinity-offload" and installed:
-            return doctor.__version__ if installed == "same" else installed
-        raise importlib.metadata.PackageNotFoundError(name)
+        if name == "cffi" or (name.startswith("infinity") and name not in versions):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions.get(name) or real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert status_of(list(doctor.package()), "distribution").status == status
+    found = by_name(doctor.package())
+    assert (found["name"].status, found["distribution"].status) == ("error", "ok")
+    assert "pip uninstall infinity" in str(found["name"].cure)
+    missing = by_name(doctor.versions())["cffi"]
+    assert (missing.status, missing.cure) == ("error", "pip install cffi")
+    for other in ({"infinity-offload": "9.9"}, {}):
+        versions = other
+        assert by_name(doctor.package())["distribution"].status == "warning"
 
-
-def test_other_modules_of_the_name_are_found(tmp_path: Path) -> None:
     ours = Path(doctor.__file__).resolve().parents[1]
     module, folder, link = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     for place in (module, folder / "infinity", link):
@@ -124,35 +139,7 @@ def test_other_modules_of_the_name_are_found(tmp_path: Path) -> None:
     assert shadows(ours, path) == [module / "infinity.py", folder / "infinity"]
 
 
-def test_a_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name == "cffi":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return real(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    found = status_of(list(doctor.versions()), "cffi")
-    assert (found.status, found.cure) == ("error", "pip install cffi")
-
-
-# ---- the native parts ----
-
-
-def test_a_native_part_that_is_missing_is_told_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise BuildError("no native part", found=f"no {name}", cure="pip install .")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    findings = list(doctor.native())
-    assert [(f.name, f.status, f.cure) for f in findings] == [
-        ("native I/O", "error", "pip install ."),
-        ("native Adam", "error", "pip install ."),
-    ]
-
-
-def test_each_backend_that_is_refused_has_a_reason_and_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_native_part_that_is_missing_refused_or_forced_low(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {
         "libaio": "libaio.so.1 is not installed",
         "syscall": "no contexts left: fs.aio-nr has reached fs.aio-max-nr",
@@ -160,25 +147,33 @@ def test_each_backend_that_is_refused_has_a_reason_and_a_cure(monkeypatch: pytes
         "threads": "ok",
     }
     monkeypatch.setattr("infinity.hardware.aio.available_backends", lambda path=None: verdicts)
-    findings = list(doctor.native())
-    cures = {name: status_of(findings, f"backend {name}") for name in verdicts}
-    assert cures["threads"].status == "ok"
-    assert all(cures[name].status == "warning" for name in ("libaio", "syscall", "uring"))
-    assert "libaio1" in str(cures["libaio"].cure)
-    assert "fs.aio-max-nr" in str(cures["syscall"].cure)
-    assert "io_uring_setup" in str(cures["uring"].cure)
-
-
-def test_an_instruction_set_that_is_forced_low_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_adam, "isa", lambda: "scalar")
     monkeypatch.setattr(cpu_adam, "available_isas", lambda: ("scalar", "avx2"))
     monkeypatch.setenv("INFINITY_ISA", "scalar")
-    found = status_of(list(doctor.native()), "native Adam")
-    assert (found.status, found.cure) == ("warning", "unset INFINITY_ISA")
-    assert "INFINITY_ISA=scalar" in found.found
+    found = by_name(doctor.native())
+    assert found["backend threads"].status == "ok"
+    for name, cure in (
+        ("libaio", "libaio1"),
+        ("syscall", "fs.aio-max-nr"),
+        ("uring", "io_uring_setup"),
+    ):
+        assert found[f"backend {name}"].status == "warning"
+        assert cure in str(found[f"backend {name}"].cure)
+    adam = found["native Adam"]
+    assert (adam.status, adam.cure) == ("warning", "unset INFINITY_ISA")
+    assert "INFINITY_ISA=scalar" in adam.found
+
+    def missing(name: str) -> Any:
+        raise BuildError("no native part", found=f"no {name}", cure="pip install .")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert [(f.name, f.status, f.cure) for f in doctor.native()] == [
+        ("native I/O", "error", "pip install ."),
+        ("native Adam", "error", "pip install ."),
+    ]
 
 
-# ---- limits ----
+# ---- limits, nodes ----
 
 
 def test_low_limits_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,80 +181,244 @@ def test_low_limits_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "aio_contexts", lambda: (65000, 65536))
     monkeypatch.setattr(probe, "available_host_memory", lambda: 1 << 30)
     monkeypatch.setattr(probe, "cgroup_memory_limit", lambda: 2 << 30)
-    findings = list(doctor.memory())
-    assert {f.name for f in findings if f.status == "warning"} >= {"memlock", "aio-max-nr", "host memory"}
-    assert "2.00 GiB" in status_of(findings, "cgroup").found
+    found = by_name(doctor.memory())
+    assert {found[name].status for name in ("memlock", "aio-max-nr", "host memory")} == {"warning"}
+    assert "2.00 GiB" in found["cgroup"].found
     monkeypatch.setattr(doctor, "aio_contexts", lambda: None)
-    assert status_of(list(doctor.memory()), "aio-max-nr").status == "warning"
+    assert by_name(doctor.memory())["aio-max-nr"].status == "warning"
 
 
-def test_two_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = os.sched_getaffinity(0)
-    near, far = probe.NumaNode(0, frozenset(mine), 1 << 30), probe.NumaNode(1, frozenset({9999}), 1 << 30)
-    monkeypatch.setattr(probe, "numa_nodes", lambda: (near, far))
-    assert status_of(list(doctor.processors()), "NUMA").status == "ok"
-    split = probe.NumaNode(1, frozenset(list(mine)[:1]), 1 << 30)
-    monkeypatch.setattr(probe, "numa_nodes", lambda: (near, split))
-    assert status_of(list(doctor.processors()), "NUMA").status == "warning"
+def test_the_limits_of_locked_memory_and_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    (below / "memory.max").write_text("max\n")
+    places = [(folder, "memory.max", "memory.current") for folder in (below, tmp_path / "a", tmp_path)]
+    monkeypatch.setattr(probe, "_cgroups", lambda: places)
+    for text, limit in ((f"{1 << 30}\n", 1 << 30), ("max\n", None)):  # the tightest above
+        (tmp_path / "a" / "memory.max").write_text(text)
+        assert probe.cgroup_memory_limit() == limit
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert doctor.memlock_limit() is None
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    for capabilities, locked in (("0000000000000000", 65536), ("0000000000004000", None)):  # CAP_IPC_LOCK
+        monkeypatch.setattr(probe.Path, "read_text", lambda self, c=capabilities: f"CapEff:\t{c}\n")
+        assert doctor.memlock_limit() == locked
 
 
-def test_a_directory_far_from_the_gpu_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+def test_gpus_are_known_and_memory_can_be_pinned() -> None:
+    found = doctor.gpus()
+    assert found
+    assert all(gpu.total >= gpu.free > 0 and gpu.name for gpu in found)
+    findings = by_name(doctor.devices())
+    assert (findings["GPU 0"].status, findings["pinning"].status) == ("ok", "ok")
+
+
+# ---- directories ----
+
+
+def leftovers(place: str, *, clean: bool = False) -> dict[str, str]:
+    """Return what doctor finds of arenas of older versions, by the name of the file."""
+    names = f"{place}: leftover", f"{place}: in use"
+    said = [found.found for found in directory(place, clean=clean) if found.name in names]
+    return {os.path.basename(text.split(",")[0].split(" ")[0]): text for text in said}
+
+
+def test_doctor_clean_removes_what_killed_runs_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(tmp_path / "drive")
+    os.mkdir(place)
+    left = Path(old_arena(place))
+    content, folder = left.read_bytes(), left.parent
+    (folder / "rank1.arena").write_bytes(content)
+    (folder / "rank2.arena").touch()  # its run was killed as it began
+    precious = tmp_path / "precious"
+    precious.write_bytes(content)
+    foreign = {
+        "rank3.arena": b"thesis",
+        "rank4.arena": bytes(4096),
+        "rank5.arena": content[4096:],  # another size than its mark says
+        "rank7.arena.bak": content,
+        "notes": b"mine",
+    }
+    for name, text in foreign.items():
+        (folder / name).write_bytes(text)
+    (folder / "rank8.arena").symlink_to(precious)
+    os.link(precious, folder / "rank9.arena")
+    (folder / "rank10.arena").mkdir()
+    os.mkfifo(folder / "rank11.arena")
+    before = {path.name for path in folder.iterdir()}
+    with open(folder / "rank1.arena", "rb") as live:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        found = leftovers(place)
+        assert found.keys() == {"rank0.arena", "rank1.arena", "rank2.arena"}
+        assert "has left it" in found["rank0.arena"]
+        assert "1.00 MiB" in found["rank0.arena"]
+        assert "a run of an older version has it" in found["rank1.arena"]
+        assert of(place)[f"{place}: leftover"].cure == f"infinity doctor --clean {place}"
+        assert {path.name for path in folder.iterdir()} == before
+        found = leftovers(place, clean=True)
+        assert "removed" in found["rank0.arena"]
+        assert "a run of an older version has it" in found["rank1.arena"]
+        assert {path.name for path in folder.iterdir()} == before - {"rank0.arena", "rank2.arena"}
+    assert leftovers(place, clean=True).keys() == {"rank1.arena"}
+    assert {name: (folder / name).read_bytes() for name in foreign} == foreign
+    assert precious.read_bytes() == content
+    shutil.rmtree(folder)
+    old_arena(place)
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    run(["doctor", place, "--clean"])
+    assert os.listdir(place) == []  # the directory of arenas went with the last
+    assert run(["doctor", "--clean"]) == 2  # an unset variable is not the current directory
+    assert "infinity doctor --clean DIR" in capsys.readouterr().err
+
+
+def test_doctor_of_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    file, missing, dangling = tmp_path / "file", tmp_path / "not there", tmp_path / "link"
+    file.write_text("x")
+    dangling.symlink_to(tmp_path / "nowhere")
+    found = of(file)[str(file)]
+    assert (found.status, found.found) == ("error", "Not a directory")
+    assert found.cure == f"name a directory, such as {tmp_path}"
+    for path in (dangling, file / "below"):
+        assert of(path)[str(path)].cure == "name another directory"
+    subprocess.run(of(missing)[str(missing)].cure or "", shell=True, check=True, timeout=20)
+    assert of(missing)[str(missing)].status == "ok"
+
+
+@pytest.mark.root
+def test_doctor_of_a_read_only_file_system() -> None:
+    with mounted("-t", "tmpfs", "-o", "size=8m", "none") as place:
+        dead = old_arena(place)
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True, timeout=20)
+        found = of(place)
+        access = found[f"{place}: access"]
+        assert (access.status, access.found) == ("error", "the file system is read-only")
+        assert dead in found[f"{place}: leftover"].found
+        assert "Read-only file system" in leftovers(place, clean=True)["rank0.arena"]
+        assert os.path.exists(dead)
+        subprocess.run(str(access.cure).split(", or")[0], shell=True, check=True, timeout=20)
+        assert f"{place}: access" not in of(place)
+        assert "removed" in leftovers(place, clean=True)["rank0.arena"]
+        assert not os.path.exists(dead)
+
+
+@pytest.mark.root
+def test_doctor_names_loop_devices_and_what_lies_under_an_overlay(tmp_path: Path) -> None:
+    (tmp_path / "lower").mkdir()
+
+    def over(upper: str, work: str) -> list[str]:
+        os.mkdir(upper)
+        os.mkdir(work)
+        upper = upper.replace(",", "\\,")
+        options = f"lowerdir={tmp_path / 'lower'},upperdir={upper},workdir={work}"
+        return ["-t", "overlay", "-o", options, "overlay"]
+
+    with (
+        mounted("-t", "tmpfs", "-o", "size=8m", "none") as memory,
+        mounted(*over(f"{memory}/up, per", f"{memory}/work")) as place,
+    ):
+        found = of(place)
+        assert found[place].found == "overlay, over tmpfs"
+        assert found[f"{place}: tier"].found == "it is memory, not a drive"
+    with small_drive(tmp_path, 8 * MiB) as drive:
+        found, mount = of(drive), probe.mount_of(str(tmp_path))
+        assert f"a loop device over {tmp_path / 'drive.img'}" in found[drive].found
+        assert mount is not None
+        assert f"over {mount.filesystem}" in found[drive].found  # what holds the file
+        with mounted(*over(f"{drive}/upper", f"{drive}/work")) as place:
+            found = of(place)
+            assert found[place].found.startswith("overlay, over ext4 on loop")
+            assert found[f"{place}: loop device"].status == "warning"
+
+
+def test_memory_and_drives_without_direct_io_or_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of("/dev/shm")
+    assert found["/dev/shm: tier"].status == found["/dev/shm: backend"].status == "warning"
+    assert "synchronous on tmpfs" in found["/dev/shm: backend"].found
     facts = doctor.describe_directory(str(tmp_path))
-    drive = probe.BlockDevice("nvme0n1", "259:0", "Fast", "S1", False, 1)
-    mount = probe.Mount("/", "ext4", "/dev/nvme0n1", ("rw",))
-    monkeypatch.setattr(doctor, "describe_directory", lambda path: facts._replace(drive=drive, mount=mount))
-    gpu = doctor.Gpu(0, "GPU", "9.0", 1 << 30, 1 << 30, "0000:01:00.0", 0)
-    for node, status in ((0, "warning"), (1, "ok")):
-        monkeypatch.setattr(doctor, "gpus", lambda node=node: (gpu._replace(numa_node=node),))
-        found = status_of(list(doctor.directory(str(tmp_path))), f"{tmp_path}: NUMA")
-        assert found.status == status
-
-
-def test_a_directory_says_what_was_tuned(tmp_path: Path) -> None:
-    remember(str(tmp_path), TunedSettings(1 << 20, 16, "libaio", 4), {})
-    found = status_of(list(doctor.directory(str(tmp_path))), f"{tmp_path}: tuned")
-    assert "libaio, 1.00 MiB × 16" in found.found
-
-
-def test_memory_is_no_drive() -> None:
-    findings = list(doctor.directory("/dev/shm"))
-    assert status_of(findings, "/dev/shm: tier").status == "warning"
-    assert status_of(findings, "/dev/shm: backend").status == "warning"
-    assert "synchronous on tmpfs" in status_of(findings, "/dev/shm: backend").found
-
-
-def test_a_directory_without_direct_io_or_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = doctor.describe_directory(str(tmp_path))._replace(direct=False, alignment=0, free=1 << 20)
-    monkeypatch.setattr(doctor, "describe_directory", lambda path: facts)
-    findings = list(doctor.directory(str(tmp_path)))
-    assert status_of(findings, f"{tmp_path}: O_DIRECT").status == "warning"
-    assert status_of(findings, f"{tmp_path}: free").status == "warning"
-
-
-# ---- what the machine says ----
-
-
-def test_the_facts_of_a_directory(tmp_path: Path) -> None:
-    facts = doctor.describe_directory(str(tmp_path))
-    assert facts.path == str(tmp_path)
-    assert facts.writable
+    assert (facts.path, facts.writable) == (str(tmp_path), True)
     assert 0 < facts.free <= facts.total
-    assert facts.mount is not None
-    assert str(tmp_path).startswith(facts.mount.point)
-    assert list(tmp_path.iterdir()) == []
-    shm = doctor.describe_directory("/dev/shm")  # a mount of its own, or a folder of /dev
-    point = "/dev/shm" if os.path.ismount("/dev/shm") else "/dev"
-    assert shm.mount is not None
-    assert (shm.mount.point, shm.drive) == (point, None)
-    assert shm.mount.filesystem in ("tmpfs", "devtmpfs")
-    assert not doctor.describe_directory("/proc").writable
-    with pytest.raises(FileNotFoundError):
-        doctor.describe_directory("/missing")
     with pytest.raises(NotADirectoryError):
         doctor.describe_directory(__file__)
+    full = facts._replace(direct=False, alignment=0, free=1 << 20)
+    monkeypatch.setattr(doctor, "describe_directory", lambda path: full)
+    found = of(tmp_path)
+    assert found[f"{tmp_path}: O_DIRECT"].status == found[f"{tmp_path}: free"].status == "warning"
 
 
-def test_a_mount_point_with_a_space_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def block_device(folder: Path, place: str, files: Mapping[str, str], slaves: tuple[str, ...] = ()) -> None:
+    """Make what /sys has of a block device."""
+    device = folder / "devices" / place
+    for name, content in files.items():
+        (device / name).parent.mkdir(parents=True, exist_ok=True)
+        (device / name).write_text(f"{content}\n")
+    for name in slaves:
+        (device / "slaves" / name).mkdir(parents=True)
+    (folder / "class").mkdir(exist_ok=True)
+    (folder / "class" / device.name).symlink_to(device)
+
+
+def test_disks_and_file_systems_are_named_for_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turning, still = {"queue/rotational": "1"}, {"queue/rotational": "0"}
+    block_device(tmp_path, "pci/ata1/sda", turning)
+    block_device(tmp_path, "pci/ata1/sda/sda1", {"partition": "1"})
+    block_device(tmp_path, "platform/host3/session1/target3/sdb", still)
+    block_device(tmp_path, "pci/nvme/nvme0/nvme0n1", {**still, "device/transport": "pcie"})
+    block_device(tmp_path, "virtual/nvme-subsys1/nvme1n1", {**still, "device/nvme1/transport": "tcp"})
+    for plain in ("nbd0", "zram0"):
+        block_device(tmp_path, f"virtual/{plain}", still)
+    block_device(tmp_path, "virtio/vda", turning)
+    block_device(tmp_path, "virtual/dm-0", still, ("sda1", "nvme0n1"))
+    monkeypatch.setattr(medium, "_SYS", tmp_path / "class")
+    for name, kind, rotational, drives in (
+        ("sda", "drive", True, ("sda",)),
+        ("sdb", "network", False, ("sdb",)),
+        ("nvme0n1", "drive", False, ("nvme0n1",)),
+        ("nvme1n1", "network", False, ("nvme1n1",)),
+        ("nbd0", "network", False, ("nbd0",)),
+        ("vda", "drive", None, ("vda",)),
+        ("dm-0", "drive", True, ("nvme0n1", "sda")),
+        ("zram0", "memory", False, ("zram0",)),
+    ):
+        drive = probe.BlockDevice(name, "259:0", None, None, None, None)
+        mount = probe.Mount("/", "xfs", f"/dev/{name}", ("rw",))
+        monkeypatch.setattr(medium, "drive_of", lambda path, drive=drive: drive)
+        monkeypatch.setattr(medium, "mount_of", lambda path, mount=mount: mount)
+        found = medium.medium_of(str(tmp_path))
+        assert (found.kind, found.rotational, found.drives) == (kind, rotational, drives)
+        said = of(tmp_path)
+        assert (f"{tmp_path}: rotational" in said) is bool(rotational)
+        tier = {"network": "behind a network", "memory": "it is memory"}.get(kind)
+        assert tier is None or tier in said[f"{tmp_path}: tier"].found
+    for filesystem in ("nfs4", "cifs", "ceph", "fuse.sshfs", "9p"):
+        mount = probe.Mount("/", filesystem, "server:/share", ("rw",))
+        monkeypatch.setattr(medium, "mount_of", lambda path, mount=mount: mount)
+        said = of(tmp_path)
+        assert said[str(tmp_path)].found.startswith(filesystem)
+        assert "behind a network" in said[f"{tmp_path}: tier"].found
+
+
+def test_mount_points_and_serial_numbers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "sys" / "node0" / "nvme0n1"
+    part = disk / "nvme0n1p1"
+    for folder in (disk / "device", disk / "queue", part):
+        folder.mkdir(parents=True)
+    (tmp_path / "sys" / "node0" / "numa_node").write_text("1\n")
+    (disk / "device" / "model").write_text("Fast SSD   \n")
+    (disk / "device" / "serial").write_text("S123\n")
+    (disk / "queue" / "rotational").write_text("0\n")
+    (part / "partition").write_text("1\n")
+    number = os.stat(tmp_path).st_dev
+    name = f"{os.major(number)}:{os.minor(number)}"
+    (tmp_path / "block").mkdir()
+    (tmp_path / "block" / name).symlink_to(part)
+    monkeypatch.setattr(probe, "_SYS_BLOCK", str(tmp_path / "block"))
+    assert probe.drive_of(str(tmp_path)) == probe.BlockDevice("nvme0n1", name, "Fast SSD", "S123", False, 1)
+    assert drive_key(str(tmp_path)).startswith("Fast SSD|S123|")
     lines = (
         "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
         "30 22 259:1 / /mnt/my\\040drive rw,noatime shared:5 - xfs /dev/nvme0n1p1 rw,attr2\n"
@@ -276,64 +435,64 @@ def test_a_mount_point_with_a_space_is_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert root.point == "/"
 
 
-def test_a_drive_is_told_by_its_serial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = tmp_path / "sys" / "node0" / "nvme0n1"
-    part = disk / "nvme0n1p1"
-    for folder in (disk / "device", disk / "queue", part):
-        folder.mkdir(parents=True)
-    (tmp_path / "sys" / "node0" / "numa_node").write_text("1\n")
-    (disk / "device" / "model").write_text("Fast SSD   \n")
-    (disk / "device" / "serial").write_text("S123\n")
-    (disk / "queue" / "rotational").write_text("0\n")
-    (part / "partition").write_text("1\n")
-    number = os.stat(tmp_path).st_dev
-    name = f"{os.major(number)}:{os.minor(number)}"
-    block = tmp_path / "block"
-    block.mkdir()
-    (block / name).symlink_to(part)
-    monkeypatch.setattr(probe, "_SYS_BLOCK", str(block))
-    assert probe.drive_of(str(tmp_path)) == probe.BlockDevice("nvme0n1", name, "Fast SSD", "S123", False, 1)
-    from infinity.hardware.tuned import drive_key
-
-    assert drive_key(str(tmp_path)).startswith("Fast SSD|S123|")
+SMARTCTL = {"nvme_smart_health_information_log": {"percentage_used": 91}}
+REFUSED = {"smartctl": {"messages": [{"string": "Permission denied", "severity": "error"}]}}
 
 
 @pytest.mark.parametrize(
-    ("text", "cpus"), [("0-3,8", {0, 1, 2, 3, 8}), ("", set()), ("7", {7}), ("0,2-3\n", {0, 2, 3})]
+    ("program", "said", "device", "used", "text"),
+    [
+        ("smartctl", json.dumps(SMARTCTL), "nvme0n1", 0.91, "91%"),
+        ("smartctl", json.dumps({"endurance_used": {"current_percent": 7}}), "sda", 0.07, "7%"),
+        ("nvme", json.dumps({"percent_used": 3}), "nvme0n1", 0.03, "3%"),
+        ("smartctl", json.dumps(REFUSED), "sda", None, "unknown (smartctl: Permission denied)"),
+        ("smartctl", "{}", "sda", None, "unknown (smartctl does not say)"),
+        ("smartctl", "[" * 100_000, "sda", None, "unknown (smartctl: no answer)"),
+        ("other", "", "sda", None, "unknown (smartctl is not installed)"),
+    ],
 )
-def test_lists_of_cores(text: str, cpus: set[int]) -> None:
-    assert probe.parse_cpus(text) == cpus
+def test_wear_is_read_where_somebody_knows(
+    program: str,
+    said: str,
+    device: str,
+    used: float | None,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "said").write_text(said)
+    script = tmp_path / program
+    script.write_text(f"#!/bin/sh\nexec /bin/cat {tmp_path}/said\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(medium, "_SYS", tmp_path / "none")
+    assert medium.wear_of(device).used == used
+    drive = medium.Medium("drive", ("xfs",), False, False, (device,))
+    monkeypatch.setattr(doctor, "medium_of", lambda path: drive)
+    found = of(tmp_path)[f"{tmp_path}: wear"]
+    assert text in found.found
+    assert found.status == ("warning" if used and used > 0.8 else "ok")
 
 
-def test_the_locked_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: infinite)
-    assert doctor.memlock_limit() is None
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    assert doctor.memlock_limit() in (65536, None)  # None: with CAP_IPC_LOCK
-    monkeypatch.setattr(probe.Path, "read_text", lambda self: "CapEff:\t0000000000000000\n")
-    assert doctor.memlock_limit() == 65536
-    monkeypatch.setattr(probe.Path, "read_text", lambda self: "CapEff:\t0000000000004000\n")
-    assert doctor.memlock_limit() is None
+def test_auto_takes_what_doctor_says(tmp_path: Path) -> None:
+    place = str(tmp_path)
 
+    def of_a_run() -> str:
+        places = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
+        config = Config(nvme=place, device="cpu", dtype="fp32", **places)  # type: ignore[arg-type]
+        model = torch.nn.Linear(8, 8)
+        model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
+        (ring,) = engine_of(optimizer).store._rings
+        text = f"auto takes {ring.backend}, {ring.block_bytes // KiB} KiB × {ring.queue_depth}"
+        infinity.close(model)
+        return text.replace("1024 KiB", "1.00 MiB").replace("512 KiB", "512.00 KiB")
 
-def test_a_cgroup_limit_is_the_tightest_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = tmp_path / "a" / "b"
-    inner.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    (tmp_path / "a" / "memory.max").write_text(f"{1 << 30}\n")
-    places = [(folder, "memory.max", "memory.current") for folder in (inner, tmp_path / "a", tmp_path)]
-    monkeypatch.setattr(probe, "_cgroups", lambda: places)
-    assert probe.cgroup_memory_limit() == 1 << 30
-    (tmp_path / "a" / "memory.max").write_text("max\n")
-    assert probe.cgroup_memory_limit() is None
-
-
-@pytest.mark.gpu
-def test_gpus_are_known_and_memory_can_be_pinned() -> None:
-    found = doctor.gpus()
-    assert found
-    assert all(gpu.total >= gpu.free > 0 and gpu.name for gpu in found)
-    findings = list(doctor.devices())
-    assert status_of(findings, "GPU 0").status == "ok"
-    assert status_of(findings, "pinning").status == "ok"
+    seen = set()
+    for backend in (None, "threads", "gone"):
+        if backend is not None:
+            remember(place, TunedSettings(512 * KiB, 8, backend, 2), {"score_bytes_per_second": 1e9})
+            assert f"{backend}, 512.00 KiB × 8" in of(place)[f"{place}: tuned"].found
+        said = of(place)[f"{place}: backend"].found
+        assert said.startswith(of_a_run())
+        seen.add(said)
+    assert len(seen) == 2  # a backend that is not there is as if nothing was found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pickle
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
 from infinity.cli.main import run
-from infinity.core.errors import CorruptionError, DataError, DirectoryError, InfinityError
+from infinity.core.errors import CorruptionError, DataError, DirectoryError
 from infinity.integrations.dcp import import_dcp
 from infinity.storage.checkpoints import find
 
@@ -89,16 +87,10 @@ def test_it_goes_on(kind: str, recorded: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_what_this_torch_saves_goes_on(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
-    record(tmp_path / "saved", random.randrange(20_000, 30_000))
+    record(tmp_path / "saved")
     losses = json.loads((tmp_path / "saved" / "losses.json").read_text())
     for kind in KINDS:
         check_that_it_goes_on(tmp_path / "saved" / kind, losses, tmp_path / kind)
-
-
-def test_the_directory_of_the_model_alone_does(recorded: Path, tmp_path: Path) -> None:
-    """Of accelerate's two, the other one is beside it."""
-    path, _ = import_dcp(str(recorded / "accelerate" / "pytorch_model_fsdp_0"), str(tmp_path / "out"))
-    assert saved_in(path, "exp_avg")["embed.weight"].abs().sum() > 0
 
 
 def test_lists_of_what_the_program_saved_are_lists(tmp_path: Path) -> None:
@@ -145,12 +137,16 @@ def test_lists_of_what_the_program_saved_are_lists(tmp_path: Path) -> None:
     infinity.close(model)
 
 
-def test_a_scheduler_beside_it_comes_along(recorded: Path, tmp_path: Path) -> None:
-    """accelerate's."""
+def test_what_accelerate_leaves_beside_it_comes_along(recorded: Path, tmp_path: Path) -> None:
+    """The directory of the optimizer beside that of the model, and the scheduler."""
     shutil.copytree(recorded / "accelerate", tmp_path / "saved")
+    path, _ = import_dcp(str(tmp_path / "saved" / "pytorch_model_fsdp_0"), str(tmp_path / "alone"))
+    assert saved_in(path, "exp_avg")["embed.weight"].abs().sum() > 0
     torch.save({"last_epoch": 3, "_step_count": 4}, tmp_path / "saved" / "scheduler.bin")
     _, foreign = import_dcp(str(tmp_path / "saved"), str(tmp_path / "out"))
     assert foreign.state["scheduler"] == {"last_epoch": 3, "_step_count": 4}
+    with pytest.raises(DirectoryError, match="cannot look into"):
+        import_dcp(str(tmp_path / "nothing"), str(tmp_path / "more"))
 
 
 def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,19 +191,23 @@ def _compressed(metadata: Any) -> None:
         info.transform_descriptors = ("zstd",)
 
 
-def _twice(metadata: Any) -> None:
-    for name in list(metadata.state_dict_metadata):
-        if name.startswith("optim."):
-            metadata.state_dict_metadata["second_" + name] = metadata.state_dict_metadata[name]
-    for index in list(metadata.storage_data):
-        other = type(index)("second_" + index.fqn, index.offset, index.index)
-        metadata.storage_data[other] = metadata.storage_data[index]
+def _again(old: str, new: str) -> Callable[[Any], None]:
+    """What gives entries that begin with `old` a second time, as `new`."""
+
+    def change(metadata: Any) -> None:
+        for name in [n for n in metadata.state_dict_metadata if n.startswith(old)]:
+            metadata.state_dict_metadata[new + name[len(old) :]] = metadata.state_dict_metadata[name]
+        for index in [i for i in metadata.storage_data if i.fqn.startswith(old)]:
+            other = type(index)(new + index.fqn[len(old) :], index.offset, index.index)
+            metadata.storage_data[other] = metadata.storage_data[index]
+
+    return change
 
 
 #: What is done to a checkpoint, and what the error says.
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no optimizer": (lambda f: edit(f, lambda m: renamed(m, "exp_avg", "momentum")), "one optimizer"),
-    "two optimizers": (lambda f: edit(f, _twice), "does not have one optimizer"),
+    "two optimizers": (lambda f: edit(f, _again("optim.", "second_optim.")), "does not have one optimizer"),
     "another moment": (lambda f: edit(f, lambda m: renamed(m, ".exp_avg_sq", ".mu")), "mu of "),
     "no steps": (lambda f: edit(f, lambda m: renamed(m, "scale.step", "scale.stop")), "stop of 'scale'"),
     "no betas": (lambda f: edit(f, lambda m: renamed(m, "0.betas", "0.momentum")), "a param group with"),
@@ -245,29 +245,15 @@ def test_it_is_refused(what: str, copied: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_a_directory_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match="cannot look into"):
-        import_dcp(str(tmp_path / "nothing"), str(tmp_path / "out"))
-
-
 def test_two_models_are_told_apart_by_their_names(copied: Path, tmp_path: Path) -> None:
     """Averaged weights, say: the model is what is called so, and the other one is not read."""
-
-    def average(metadata: Any) -> None:
-        for name in [n for n in metadata.state_dict_metadata if n.startswith("model.")]:
-            metadata.state_dict_metadata["ema." + name[6:]] = metadata.state_dict_metadata[name]
-        for index in [i for i in metadata.storage_data if i.fqn.startswith("model.")]:
-            other = type(index)("ema." + index.fqn[6:], index.offset, index.index)
-            metadata.storage_data[other] = metadata.storage_data[index]
-
-    edit(copied, average)
+    edit(copied, _again("model.", "ema."))
     path, foreign = import_dcp(str(copied), str(tmp_path / "out"))
     assert "embed.weight" in find(path).content["parameters"]
     assert len(foreign.parameters) == 9
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.integration)])
-def test_damage_is_found(seed: int, copied: Path, tmp_path: Path) -> None:
+def test_damage_is_found(copied: Path, tmp_path: Path) -> None:
     """Damaged values are errors; so is damaged metadata, or nothing of it mattered, or names are others."""
     path, _ = import_dcp(str(copied), str(tmp_path / "right"))
     stems = ("parameters", "exp_avg", "exp_avg_sq")
@@ -275,7 +261,7 @@ def test_damage_is_found(seed: int, copied: Path, tmp_path: Path) -> None:
     for file in (".metadata", "__0_0.distcp", "__2_0.distcp"):
         whole = (copied / file).read_bytes()
         errors = 0
-        for data in mutated(whole, seed, 12):
+        for data in mutated(whole, 0, 12):
             (copied / file).write_bytes(data)
             try:
                 path, _ = import_dcp(str(copied), str(tmp_path / "out"))
@@ -291,42 +277,3 @@ def test_damage_is_found(seed: int, copied: Path, tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "out")
         (copied / file).write_bytes(whole)
         assert errors
-
-
-ODD = (None, 0, -1, 1 << 70, 0.5, "x", [], [1], {}, (1,), (1 << 40, 1 << 40), torch.float32, torch.Size([3]))
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.integration) for seed in range(1, 5))]
-)
-def test_odd_metadata_is_an_error_that_says_so(seed: int, copied: Path, tmp_path: Path) -> None:
-    generator = random.Random(seed)
-    whole = (copied / ".metadata").read_bytes()
-
-    def change(metadata: Any) -> None:
-        one = generator.choice(list(metadata.state_dict_metadata))
-        about, info = (
-            metadata.state_dict_metadata[one],
-            generator.choice(list(metadata.storage_data.values())),
-        )
-        kinds = ["size", "chunks", "properties", "entry", "path", "offset", "length", "parts", "all", "chunk"]
-        kind, odd = generator.choice(kinds), generator.choice(ODD)
-        if kind in ("size", "chunks", "properties"):
-            setattr(about, kind, odd)
-        elif kind == "entry":
-            metadata.state_dict_metadata[one] = odd
-        elif kind == "parts":
-            metadata.planner_data[one] = odd
-        elif kind == "all":
-            metadata.storage_data = odd
-        elif kind == "chunk" and getattr(about, "chunks", None):
-            about.chunks[0].offsets = odd
-        else:
-            setattr(info, {"path": "relative_path"}.get(kind, kind), odd)
-
-    for _ in range(20):
-        edit(copied, change)
-        with contextlib.suppress(InfinityError):
-            import_dcp(str(copied), str(tmp_path / "out"))
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        (copied / ".metadata").write_bytes(whole)

@@ -31,6 +31,7 @@ from .recorded import saved_in, unpack
 
 REFUSED = "universal-round-robin"
 RATE = 0.01
+MORE_OF_THEM = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,17 @@ def wrapped(name: str, folder: Path) -> tuple[Any, Any]:
     return infinity.wrap(model, torch.optim.AdamW(groups_of(model), lr=RATE), config)
 
 
+def check_tied_and_frozen(path: str) -> None:
+    described = find(path).content["parameters"]
+    assert described["embed.weight"]["tied"] == ["head.weight"]
+    trained = {"embed.weight", "second.weight", "second.bias", "norm.weight", "norm.bias", "scale"}
+    assert {n for n, p in described.items() if p["trainable"]} == trained
+    frozen = saved_in(path, "parameters")["first.weight"]
+    # Torch draws them with a fused multiply-add on some CPUs, with two roundings on others.
+    eps = torch.finfo(frozen.dtype).eps
+    torch.testing.assert_close(frozen, build().first.weight.detach().to(frozen.dtype), rtol=eps, atol=eps)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != REFUSED])
 def test_it_goes_on(name: str, recorded: Path, tmp_path: Path) -> None:
     """With the same masters and moments, learning rates and losses as in DeepSpeed itself."""
@@ -102,6 +114,8 @@ def test_it_goes_on(name: str, recorded: Path, tmp_path: Path) -> None:
         parameter, kind = place.split("/")
         assert torch.equal(saved[kind][parameter], value), place
 
+    if case.get("frozen"):
+        check_tied_and_frozen(path)
     model, adam = wrapped(name, tmp_path / "run")
     if case.get("client"):
         scheduler: Any = torch.optim.lr_scheduler.StepLR(adam, 2)
@@ -128,41 +142,13 @@ def test_it_goes_on(name: str, recorded: Path, tmp_path: Path) -> None:
     infinity.close(adam)
 
 
-def test_tied_and_frozen_parameters(recorded: Path, tmp_path: Path) -> None:
-    for name in ("stage2-bf16", "stage3-fp32", "bf16-optimizer", "universal-stage3"):
-        path, _ = import_deepspeed(str(recorded / name), str(tmp_path / name))
-        described = find(path).content["parameters"]
-        assert described["embed.weight"]["tied"] == ["head.weight"]
-        trained = {"embed.weight", "second.weight", "second.bias", "norm.weight", "norm.bias", "scale"}
-        assert {n for n, p in described.items() if p["trainable"]} == trained
-        frozen = saved_in(path, "parameters")["first.weight"]
-        # Torch draws them with a fused multiply-add on some CPUs, with two roundings on others.
-        eps = torch.finfo(frozen.dtype).eps
-        drawn = build().first.weight.detach().to(frozen.dtype)
-        torch.testing.assert_close(frozen, drawn, rtol=eps, atol=eps, msg=name)
-
-
-def test_frozen_parameters_may_be_in_any_group(recorded: Path, tmp_path: Path) -> None:
-    path, _ = import_deepspeed(str(recorded / "stage3-fp32"), str(tmp_path / "out"))
-    model = build(frozen=True)
-    (tmp_path / "run").mkdir()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    groups = [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim < 2]}]
-    _, adam = infinity.wrap(model, torch.optim.AdamW(groups), config_for(tmp_path / "run", **ON_HOST))
-    infinity.load(adam, path)
-    assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0]
-    infinity.close(adam)
-
-
-def test_the_loss_scale_is_that_of_the_run(recorded: Path, tmp_path: Path) -> None:
-    path, _ = import_deepspeed(str(recorded / "stage3-fp16"), str(tmp_path / "out"))
+def test_what_an_import_sets_and_what_it_leaves(recorded: Path, tmp_path: Path) -> None:
+    """The loss scale is that of the run, a scheduler says the rate that comes next, generators stay."""
+    path, foreign = import_deepspeed(str(recorded / "stage3-fp16"), str(tmp_path / "out"))
     counts = find(path).content["counts"]
     assert counts == {"steps": 3, "skipped_steps": 0, "loss_scale": 512.0, "good_steps": 3}
-
-
-def test_generators_stay_as_they_are(recorded: Path, tmp_path: Path) -> None:
-    path, _ = import_deepspeed(str(recorded / "stage1-fp32"), str(tmp_path / "out"))
-    _, adam = wrapped("stage1-fp32", tmp_path / "run")
+    assert foreign.state["scheduler"]["_last_lr"] == [options["lr"] for options, _ in foreign.groups]
+    _, adam = wrapped("stage3-fp16", tmp_path / "run")
     torch.manual_seed(7)
     before = torch.get_rng_state()
     infinity.load(adam, path)
@@ -193,31 +179,30 @@ def test_what_was_not_saved_stays(copied: Any, tmp_path: Path) -> None:
 
 
 def test_no_code_of_a_file_runs(copied: Any, tmp_path: Path) -> None:
+    """What stands for an object is left out; names of the system torch refuses."""
+
     class Harmful:
+        def __init__(self, function: Any, *arguments: str) -> None:
+            self.made = function, arguments
+
         def __reduce__(self) -> Any:
-            return shutil.copyfile, (__file__, str(tmp_path / "harm"))
+            return self.made
 
     saved, tag = copied("stage1-fp32")
-    edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[Harmful()], kept=1))
+    harm = Harmful(shutil.copyfile, __file__, str(tmp_path / "harm"))
+    edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[harm], kept=1))
     path, foreign = import_deepspeed(str(saved), str(tmp_path / "out"))
-    assert not (tmp_path / "harm").exists()
     assert foreign.left_out == ["the model's file['harm'][0] (shutil.copyfile)"]
     _, adam = wrapped("stage1-fp32", tmp_path / "run")
     state = infinity.load(adam, path)
-    assert state["deepspeed"]["harm"] == [None]
-    assert state["deepspeed"]["kept"] == 1
+    assert (state["deepspeed"]["harm"], state["deepspeed"]["kept"]) == ([None], 1)
     infinity.close(adam)
-
-
-def test_torch_refuses_names_of_the_system(copied: Any, tmp_path: Path) -> None:
-    class Harmful:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path / 'harm'}",)
-
+    shutil.rmtree(saved)
     saved, tag = copied("stage1-fp32")
-    edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[Harmful()]))
+    harm = Harmful(os.system, f"touch {tmp_path / 'harm'}")
+    edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[harm]))
     with pytest.raises(DataError, match=r"posix\.system"):
-        import_deepspeed(str(saved), str(tmp_path / "out"))
+        import_deepspeed(str(saved), str(tmp_path / "refused"))
     assert not (tmp_path / "harm").exists()
 
 
@@ -270,19 +255,15 @@ def test_the_command(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_the_configuration_beside_it_comes_along(copied: Any, tmp_path: Path) -> None:
-    saved, _ = copied("stage1-fp32")
+def test_what_lies_beside_it_comes_along(copied: Any, tmp_path: Path) -> None:
+    """The configuration of the model, and Trainer's scheduler, where DeepSpeed has none."""
+    saved, tag = copied("stage1-fp32")
     (saved / "config.json").write_text('{"model_type": "llama"}')
     (saved / "generation_config.json").write_text("no JSON")
-    path, _ = import_deepspeed(str(saved), str(tmp_path / "out"))
-    assert find(path).content["texts"] == {"config.json": '{"model_type": "llama"}'}
-
-
-def test_a_scheduler_beside_it_comes_along(copied: Any, tmp_path: Path) -> None:
-    """Trainer's, where DeepSpeed has none."""
-    saved, tag = copied("stage1-fp32")
     torch.save({"last_epoch": 3, "base_lrs": [0.5], "lr_lambdas": [None]}, saved / "scheduler.pt")
-    assert import_deepspeed(str(saved), str(tmp_path / "a"))[1].state["scheduler"]["lr_lambdas"] == [None] * 2
+    path, foreign = import_deepspeed(str(saved), str(tmp_path / "a"))
+    assert find(path).content["texts"] == {"config.json": '{"model_type": "llama"}'}
+    assert foreign.state["scheduler"]["lr_lambdas"] == [None] * 2
     edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(lr_scheduler=None))
     assert import_deepspeed(str(saved), str(tmp_path / "b"))[1].state["scheduler"]["base_lrs"] == [0.5]
     (saved / "scheduler.pt").write_bytes(b"damaged")
@@ -315,77 +296,123 @@ def _option(name: str, value: Any) -> Change:
     return change
 
 
-def _other_weight(content: Any) -> None:
-    content["module"]["first.bias"].add_(1)
-
-
 def _moment(content: Any) -> None:
     content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["max_exp_avg_sq"] = torch.zeros(3)
 
 
+def _optim(tag: Path, rank: int) -> Path:
+    [path] = tag.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return path
+
+
+def _added(name: str) -> Callable[[Path], object]:
+    return lambda tag: (tag / name).touch()
+
+
+def _tag(text: bytes) -> Callable[[Path], object]:
+    return lambda tag: (tag.parent / "latest").write_bytes(text)
+
+
+def _lacks(stem: str) -> Callable[[Path], object]:
+    return lambda tag: (tag / "zero" / "embed.weight" / f"{stem}.pt").unlink()
+
+
+def _state(**changes: Any) -> Change:
+    return lambda content: content["optimizer_state_dict"].update(changes)
+
+
+def _reversed(content: Any) -> None:
+    content["param_shapes"] = [dict(reversed(group.items())) for group in content["param_shapes"]]
+
+
+def _copied_rank(tag: Path) -> None:
+    shutil.copy(_optim(tag, 0), _optim(tag, 1))
+
+
+def _later(content: Any) -> None:
+    for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        state["step"] = state["step"] + 4
+
+
+def _on_nvme(tag: Path) -> None:
+    (tag / "offloaded_tensors" / "rank0").mkdir(parents=True)
+    (tag / "offloaded_tensors" / "rank0" / "0_param.tensor.swp").touch()
+
+
+def _second(tag: Path) -> Path:
+    [path] = tag.glob("*zero_pp_rank_1_mp_rank_00_model_states.pt")
+    return path
+
+
+ORDER = "another value in the optimizer than in the model"
 #: What is done to stage1-fp32, and what the error says.
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "tensor parallel": (lambda tag: (tag / "mp_rank_01_model_states.pt").touch(), "tensor or pipeline"),
-    "pipeline": (lambda tag: (tag / "layer_00-model_00-model_states.pt").touch(), "pipeline parallelism"),
-    "experts": (lambda tag: (tag / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(), "expert"),
+    "tensor parallel": (_added("mp_rank_01_model_states.pt"), "tensor or pipeline"),
+    "pipeline": (_added("layer_00-model_00-model_states.pt"), "pipeline parallelism"),
+    "experts": (_added("layer_0_expert_0_mp_rank_00_model_states.pt"), "expert"),
     "experts of AutoEP": (_of_model(lambda c: c.update(ds_autoep_layers=[{}])), "expert parallelism"),
-    "a missing rank": (
-        lambda tag: (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(),
-        "the files of all ranks",
-    ),
+    "a missing rank": (lambda tag: _optim(tag, 1).unlink(), "the files of all ranks"),
     "no optimizer": (lambda tag: [path.unlink() for path in tag.glob("*optim*")], "no state of an optimizer"),
     "no ZeRO": (_of_model(lambda c: c.update(param_shapes=None)), "without ZeRO"),
     "another optimizer": (_of_model(lambda c: c["ds_config"]["optimizer"].update(type="Lamb")), "Lamb"),
     "amsgrad": (_of_all(_option("amsgrad", True)), "amsgrad=True"),
     "no correction": (_of_all(_option("bias_correction", False)), "bias_correction=False"),
     "another moment": (_of_rank(_moment), "max_exp_avg_sq"),
-    "elastic": (
-        _of_all(lambda c: c["optimizer_state_dict"].update(base_optimizer_state=[{}, {}])),
-        "elastic_checkpoint",
-    ),
-    "another weight": (_of_model(_other_weight), "'first.bias'"),
-    "another order": (
-        _of_model(lambda c: c.update(param_shapes=[dict(reversed(g.items())) for g in c["param_shapes"]])),
-        "another value in the optimizer than in the model",
-    ),
+    "elastic": (_of_all(_state(base_optimizer_state=[{}, {}])), "elastic_checkpoint"),
+    "another weight": (_of_model(lambda c: c["module"]["first.bias"].add_(1)), "'first.bias'"),
+    "another order": (_of_model(_reversed), ORDER),
     "other sizes": (
         _of_model(lambda c: c["param_shapes"][0].update({"first.weight": torch.Size([30, 5])})),
         "another layout",
     ),
-    "a wrong padding": (
-        _of_rank(lambda c: c["optimizer_state_dict"].update(group_paddings=[2, 0])),
-        "another layout",
-    ),
+    "a wrong padding": (_of_rank(_state(group_paddings=[2, 0])), "another layout"),
     "too few groups": (_of_model(lambda c: c["param_shapes"].pop()), "do not fit its param_shapes"),
     "no steps": (_of_model(lambda c: c.pop("global_steps")), "'global_steps', of int"),
-    "a tag elsewhere": (lambda tag: (tag.parent / "latest").write_text("../elsewhere"), "names no directory"),
+    "a tag elsewhere": (_tag(b"../elsewhere"), "latest names no directory"),
+    "a tag of NULs": (_tag(b"\0" * 12), "latest names no directory"),
+    "a tag that is no text": (_tag(b"\xff\xfe"), "latest names no directory"),
+}
+#: What is done to others.
+OF_OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "exchanged parameters": (REFUSED, lambda tag: None, ORDER),  # DeepSpeed's converter exchanges them
+    "state on NVMe": ("stage3-fp32", _on_nvme, "kept its state on NVMe"),
+    "the file of another rank": ("stage3-fp32", _copied_rank, "in the files of ranks 0, 1"),
+    "the file of another rank in bf16": ("stage3-bf16", _copied_rank, "in the files of ranks 0, 1"),
+    "a rank of another step": ("stage3-bf16", lambda tag: edit(_optim(tag, 1), _later), "not of one save"),
+    "a model's file that is cut": ("stage3-bf16", lambda tag: os.truncate(_second(tag), 2000), ""),
+    "a model's file that is gone": ("stage3-bf16", lambda tag: _second(tag).unlink(), ""),
+    "a model of another step": (
+        "stage3-bf16",
+        lambda tag: edit(_second(tag), lambda c: c.update(global_steps=c["global_steps"] + 1)),
+        "",
+    ),
+    "universal without a master": ("universal-stage3", _lacks("fp32"), "no embed.weight/fp32.pt"),
+    "universal without a moment": ("universal-stage3", _lacks("exp_avg_sq"), "no embed.weight/exp_avg_sq.pt"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("what", [*REFUSALS, *OF_OTHERS])
 def test_it_is_refused(what: str, copied: Any, tmp_path: Path) -> None:
-    saved, tag = copied("stage1-fp32")
-    change, said = REFUSALS[what]
+    name, change, said = OF_OTHERS.get(what) or ("stage1-fp32", *REFUSALS[what])
+    saved, tag = copied(name)
     change(tag)
-    with pytest.raises(DataError) as raised:
+    with pytest.raises((DataError, CorruptionError)) as raised:
         import_deepspeed(str(saved), str(tmp_path / "out"))
     assert said in str(raised.value)
     assert raised.value.cure
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_universal_ones_of_exchanged_parameters_are_refused(copied: Any, tmp_path: Path) -> None:
-    """DeepSpeed's converter takes values for those of other parameters."""
-    saved, _ = copied(REFUSED)
-    with pytest.raises(DataError, match="another value in the optimizer than in the model"):
-        import_deepspeed(str(saved), str(tmp_path / "out"))
-
-
-def test_a_directory_that_is_none(tmp_path: Path) -> None:
+def test_directories_that_are_not_meant(copied: Any, tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match="cannot look into"):
         import_deepspeed(str(tmp_path / "nothing"), str(tmp_path / "out"))
     with pytest.raises(DataError, match="not one checkpoint of DeepSpeed"):
         import_deepspeed(str(tmp_path), str(tmp_path / "out"))
+    saved, _ = copied("stage1-fp32")
+    with pytest.raises(DirectoryError, match="is the checkpoint that is imported"):
+        import_deepspeed(str(saved), str(saved))
+    with pytest.raises(DirectoryError, match="infinity import-deepspeed"):
+        find(str(saved))
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -397,40 +424,22 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from _places(inner, (*place, key))
 
 
-ODD = (
-    None,
-    0,
-    5,
-    -1,
-    1 << 70,
-    0.5,
-    float("nan"),
-    "x",
-    b"x",
-    [],
-    [1],
-    {},
-    {"a": 1},
-    (1,),
-    True,
+ODD: tuple[Any, ...] = (
+    *(None, 0, 5, -1, 1 << 70, 0.5, float("nan"), "x", b"x", [], [1], {}, {"a": 1}, (1,), True),
     torch.ones(2),
 )
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"),
+    "name",
     [
-        ("stage1-fp32", 0),
-        ("stage3-fp32", 0),
-        *(
-            pytest.param(name, 1, marks=pytest.mark.integration)
-            for name in ("universal-stage3", "stage2-bf16", "bf16-optimizer", "client")
-        ),
+        "stage1-fp32",
+        *(pytest.param(name, marks=MORE_OF_THEM) for name in ("stage3-fp32", "universal-stage3", "client")),
     ],
 )
-def test_odd_values_are_errors_that_say_so(name: str, seed: int, copied: Any, tmp_path: Path) -> None:
+def test_odd_values_are_errors_that_say_so(name: str, copied: Any, tmp_path: Path) -> None:
     """Whatever a file has in place of one of its values."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     saved, tag = copied(name)
     files = sorted(path for path in tag.rglob("*.pt") if path.parent == tag or path.parent.name == "zero")
     for _ in range(15):
@@ -459,7 +468,7 @@ def _damages(path: Path) -> Iterator[bytes]:
         yield content[:length]
 
 
-@pytest.mark.parametrize("name", ["stage1-fp32", pytest.param("stage3-fp32", marks=pytest.mark.integration)])
+@pytest.mark.parametrize("name", ["stage1-fp32", pytest.param("stage3-fp32", marks=MORE_OF_THEM)])
 def test_damage_is_found(name: str, copied: Any, tmp_path: Path) -> None:
     """Whatever byte is another one: an error that says so, and no checkpoint; or nothing has changed."""
     saved, tag = copied(name)
@@ -484,101 +493,3 @@ def test_damage_is_found(name: str, copied: Any, tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "out")
         file.write_bytes(whole)
     assert errors > 20
-
-
-def test_state_on_nvme_is_refused_by_its_name(
-    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    directory, files = copied("stage3-fp32")
-    (files / "offloaded_tensors" / "rank0").mkdir(parents=True)
-    (files / "offloaded_tensors" / "rank0" / "0_param.tensor.swp").touch()
-    with pytest.raises(DataError, match="kept its state on NVMe"):
-        import_deepspeed(str(directory), str(tmp_path / "made"))
-
-
-def test_load_of_a_checkpoint_of_deepspeed_names_the_import(
-    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    directory, _ = copied("stage3-fp32")
-    with pytest.raises(DirectoryError, match="infinity import-deepspeed"):
-        find(str(directory))
-
-
-def test_a_scheduler_says_the_rate_that_comes_next(
-    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    _, foreign = import_deepspeed(str(copied("stage3-fp32")[0]), str(tmp_path / "made"))
-    assert foreign.state["scheduler"]["_last_lr"] == [options["lr"] for options, _ in foreign.groups]
-
-
-def optim_file(tag: Path, rank: int) -> Path:
-    [path] = tag.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return path
-
-
-@pytest.mark.parametrize("name", ["stage3-bf16", "stage3-fp32"])
-def test_a_rank_that_has_the_file_of_another_is_refused(
-    name: str, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    saved, tag = copied(name)
-    shutil.copy(optim_file(tag, 0), optim_file(tag, 1))
-    with pytest.raises(DataError, match="the same masters and moments in the files of ranks 0, 1"):
-        import_deepspeed(str(saved), str(tmp_path / "made"))
-
-
-def test_a_rank_of_another_step_is_refused(
-    copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    saved, tag = copied("stage3-bf16")
-
-    def later(content: Any) -> None:
-        for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
-            state["step"] = state["step"] + 4
-
-    edit(optim_file(tag, 1), later)
-    with pytest.raises(DataError, match="not of one save"):
-        import_deepspeed(str(saved), str(tmp_path / "made"))
-
-
-@pytest.mark.parametrize("how", ["cut", "gone", "of another step"])
-def test_files_of_models_of_all_ranks_are_needed_at_stage_3(
-    how: str, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    saved, tag = copied("stage3-bf16")
-    [path] = tag.glob("*zero_pp_rank_1_mp_rank_00_model_states.pt")
-    if how == "cut":
-        os.truncate(path, 2000)
-    elif how == "gone":
-        path.unlink()
-    else:
-        edit(path, lambda content: content.update(global_steps=content["global_steps"] + 1))
-    with pytest.raises((DataError, CorruptionError)):
-        import_deepspeed(str(saved), str(tmp_path / "made"))
-
-
-@pytest.mark.parametrize("stem", ["fp32", "exp_avg", "exp_avg_sq"])
-def test_a_universal_checkpoint_that_lacks_a_value_is_refused(
-    stem: str, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    saved, tag = copied("universal-stage3")
-    (tag / "zero" / "embed.weight" / f"{stem}.pt").unlink()
-    with pytest.raises(DataError, match=rf"no embed\.weight/{stem}\.pt"):
-        import_deepspeed(str(saved), str(tmp_path / "made"))
-
-
-@pytest.mark.parametrize("text", [b"\0" * 12, b"\xff\xfe", b""])
-def test_a_latest_that_names_nothing_is_refused(
-    text: bytes, copied: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
-    saved, _ = copied("stage1-fp32")
-    (saved / "latest").write_bytes(text)
-    with pytest.raises(DataError, match="latest names no directory"):
-        import_deepspeed(str(saved), str(tmp_path / "made"))
-
-
-def test_an_import_into_itself_does_not_speak_of_leftovers(
-    copied: Callable[[str], tuple[Path, Path]],
-) -> None:
-    saved, _ = copied("stage1-fp32")
-    with pytest.raises(DirectoryError, match="is the checkpoint that is imported"):
-        import_deepspeed(str(saved), str(saved))

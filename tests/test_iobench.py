@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +16,6 @@ from click.testing import CliRunner
 
 from infinity.cli.bench import io_fio
 from infinity.cli.bench.group import bench_command
-from infinity.cli.bench.io import (
-    Request,
-    cache_warning,
-    cases_of,
-    choose_size,
-    keep_what_fits,
-    read_twice,
-    settings_of,
-)
 from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings, run_pass
 from infinity.cli.main import run as run_cli
 from infinity.core.errors import (
@@ -34,7 +23,6 @@ from infinity.core.errors import (
     CorruptionError,
     DirectoryError,
     InfinityError,
-    ShortTransferError,
 )
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware.aio import available_backends
@@ -102,63 +90,27 @@ def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_backends_sizes_and_directories_are_swept(tmp_path: Path) -> None:
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()
-    backends = [name for name, verdict in available_backends(str(tmp_path)).items() if verdict == "ok"]
-    assert "threads" in backends
-    arguments = [
-        "--block",
-        "64KiB",
-        "--depth",
-        "4",
-        "--backend",
-        ",".join(backends),
-        "--threads",
-        "1,2",
-    ]
-    short = ["--size", "32MiB", "--seconds", "0.02", "--repeats", "1", "--no-fio", "--pattern", "write"]
-    found = bench("io", *map(str, places), *arguments, *short)
-    seen = [
-        (len(case["directories"]), case["backend"], case["block_bytes"], case["threads"])
-        for case in found["cases"]
-    ]
-    per_group = len(backends) + 1  # two numbers of threads for one of the backends
-    assert len(seen) == len(set(seen)) + per_group == 3 * per_group
-    assert {count for count, *_ in seen} == {1, 2}
-    assert {name for _, name, *_ in seen} == set(backends)
-
-
-def test_a_person_sees_tables_and_warnings(tmp_path: Path) -> None:
-    done = CliRunner().invoke(bench_command, ["io", str(tmp_path), *SMALL, "--quick"], catch_exceptions=False)
-    assert done.exit_code == 0
-    for text in (
-        "read",
-        "mixed + Adam",
-        "GB/s",
-        "p99.9",
-        "64.00 KiB × 4",
-        "read back",
-        "submissions",
-    ):
-        assert text in done.stdout
-    assert done.stderr == ""  # progress is for terminals
-
-
-def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is captured for a terminal
-    monkeypatch.setenv("TERM", "xterm")
-    arguments = ["io", str(tmp_path), *SMALL, "--quick", "--no-adam", "--pattern", "read"]
+def test_a_person_sees_tables_and_on_a_terminal_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["io", str(tmp_path), *SMALL, "--quick"]
     done = CliRunner().invoke(bench_command, arguments, catch_exceptions=False)
-    assert "read, auto 64.00 KiB × 4" in done.stderr
-    monkeypatch.setenv("TERM", "dumb")
-    assert CliRunner().invoke(bench_command, arguments, catch_exceptions=False).stderr == ""
+    assert done.exit_code == 0
+    shown = ("read", "mixed + Adam", "GB/s", "p99.9", "64.00 KiB × 4", "read back", "submissions")
+    assert all(text in done.stdout for text in shown)
+    assert done.stderr == ""  # progress is for terminals
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is captured for a terminal
+    for terminal, bar in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", terminal)
+        arguments += ["--no-adam", "--pattern", "read"]
+        done = CliRunner().invoke(bench_command, arguments, catch_exceptions=False)
+        assert ("read, auto 64.00 KiB × 4" in done.stderr) is bar
 
 
 # ---- plots ----
 
 
+@pytest.mark.integration
 def test_plots_are_drawn_and_replaced(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "d").mkdir()
@@ -218,14 +170,6 @@ def test_what_is_wrong_is_said(arguments: list[str], kind: type, says: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_line_shows_errors_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(["bench", "io", "/missing", "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert json.loads(out)["error"]["type"] == "DirectoryError"
-    assert "Traceback" not in err
-    assert "to change:" in err
-
-
 @pytest.mark.root
 def test_a_small_disk_is_used_but_never_filled() -> None:
     with mounted("-t", "tmpfs", "-o", "size=60m", "none") as place:
@@ -235,10 +179,6 @@ def test_a_small_disk_is_used_but_never_filled() -> None:
         assert "stay free" in str(refused("io", place, "--size", "16MiB", *SMALL[2:]))
         assert "is full" in str(refused("io", place, *SMALL[2:]))
         assert os.listdir(place) == ["full"]
-
-
-@pytest.mark.root
-def test_a_read_only_directory_is_refused() -> None:
     with mounted("-t", "tmpfs", "-o", "ro", "none") as place:
         assert "Read-only" in str(refused("io", place))
 
@@ -263,14 +203,12 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
 # ---- the load: what is written is what is read ----
 
 
-@pytest.mark.parametrize("pattern", ["write", "mixed"])
-@pytest.mark.parametrize("shape", ["sequential", "single"])
+@pytest.mark.parametrize(("pattern", "shape"), [("write", "sequential"), ("mixed", "single")])
 def test_passes_end_with_the_bytes_that_they_should(pattern: str, shape: str, tmp_path: Path) -> None:
     job = Job(pattern, single=shape == "single", chunk=MiB)
     with load(tmp_path) as mine:
-        for backend in [
-            name for name, verdict in available_backends(str(tmp_path)).items() if verdict == "ok"
-        ]:
+        verdicts = available_backends(str(tmp_path))
+        for backend in (name for name, verdict in verdicts.items() if verdict == "ok"):
             settings = SETTINGS._replace(backend=backend)
             with mine.ring(settings) as ring:
                 for _ in range(3):
@@ -281,15 +219,6 @@ def test_passes_end_with_the_bytes_that_they_should(pattern: str, shape: str, tm
                 before = mine.verified
                 mine.verify(ring, settings, job, 1 << 40)
                 assert mine.verified > before
-
-
-def test_a_pass_goes_round_a_file_evenly(tmp_path: Path) -> None:
-    job = Job("write", chunk=MiB)
-    with load(tmp_path) as mine, mine.ring(SETTINGS) as ring:
-        tally = run_pass([(mine, ring)], SETTINGS, job, 60, limit=32 * MiB)
-        assert tally.written == 32 * MiB
-        mine.verify(ring, SETTINGS, job, 1 << 40)
-        assert mine.verified == 32 * MiB
 
 
 @pytest.mark.parametrize("kind", ["flipped", "lost"])
@@ -307,137 +236,12 @@ def test_wrong_bytes_are_found(kind: str, tmp_path: Path) -> None:
             mine.verify(ring, SETTINGS, job, 1 << 40)
         assert caught.value.offset == at // (64 * KiB) * 64 * KiB
         # A pass compares what its buffers hold at its end: here the whole file.
+        whole = Settings("auto", MiB, 16), Job("read", single=True), 60
         with pytest.raises(CorruptionError):
-            run_pass(
-                [(mine, ring)], Settings("auto", MiB, 16), Job("read", single=True), 60, limit=mine.nbytes
-            )
-
-
-def test_an_error_on_one_directory_ends_all(tmp_path: Path) -> None:
-    job = Job("read", chunk=MiB)
-    with (
-        load(tmp_path) as good,
-        load(tmp_path) as bad,
-        good.ring(SETTINGS) as one,
-        bad.ring(SETTINGS) as other,
-    ):
-        for mine, ring in ((good, one), (bad, other)):
-            run_pass([(mine, ring)], SETTINGS, Job("write", chunk=MiB), 60, limit=mine.nbytes)
-        os.ftruncate(bad.file.plain_fd, 8 * MiB)
-        start = time.monotonic()
-        with pytest.raises(ShortTransferError):
-            run_pass([(good, one), (bad, other)], SETTINGS, job, 30)
-        assert time.monotonic() - start < 10
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("infinity-bench")]
-
-
-def test_without_o_tmpfile_nothing_is_left_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with load(tmp_path) as mine, mine.ring(SETTINGS) as ring:
-        assert list(tmp_path.iterdir()) == []
-        assert run_pass([(mine, ring)], SETTINGS, Job("write", chunk=MiB), 0.02).written > 0
-
-
-def test_a_second_reading_is_compared_with_the_first(tmp_path: Path) -> None:
-    job = Job("read", chunk=MiB)
-    with load(tmp_path, 128 * MiB) as mine, mine.ring(SETTINGS) as ring:
-        found = read_twice(mine, ring, SETTINGS, job)
-        assert found is not None
-        assert min(found.values()) > 0
-    assert cache_warning({"ratio": 1.19}, "/d") == []
-    assert "25%" in cache_warning({"ratio": 1.25}, "/d")[0]
-    assert cache_warning(None, "/d") == []
-
-
-def test_lists_of_sizes_are_multiplied() -> None:
-    sizes = {"blocks": (256 * KiB, MiB, 4 * MiB), "depths": (8, 32, 128), "threads": (4, 16)}
-    request = Request(("/tmp",), backends=("libaio", "threads"), **sizes)
-    settings = settings_of(request)
-    assert len(settings) == 9 + 2 * 9
-    cases = cases_of(request, settings)
-    assert len(cases) == len(set(cases)) == len(settings) * 4
-    assert choose_size(request, cases) >= 2 << 30
-    kept, said = keep_what_fits(cases, 64 * MiB)
-    assert kept
-    assert said
-    assert all(case.job.window(case.settings) <= 32 * MiB for case in kept)
+            run_pass([(mine, ring)], *whole, limit=mine.nbytes)
 
 
 # ---- fio ----
-
-
-def fake_fio(folder: Path, body: str) -> None:
-    script = folder / "fio"
-    script.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        f"if '--version' in sys.argv: print('fio-9'); sys.exit()\n{body}\n"
-    )
-    script.chmod(0o700)
-
-
-@pytest.fixture
-def _fresh_fio() -> Iterator[None]:
-    io_fio.find_fio.cache_clear()
-    yield
-    io_fio.find_fio.cache_clear()
-
-
-REPORT = """
-way = {"io_bytes": 0, "runtime": 0, "clat_ns": {}}
-engine = next(a.split("=")[1] for a in sys.argv if a.startswith("--ioengine"))
-huge = 2 if "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "") else 1
-busy = {"io_bytes": huge * (10**9 if engine == "libaio" else 2 * 10**9), "runtime": 500,
-        "clat_ns": {"percentile": {"50.000000": 1e6, "99.900000": 3e6}}}
-job = {"read": busy, "write": way, "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500, "error": 0}
-print("note: a line of its own"); print(json.dumps({"jobs": [job]}))
-"""
-
-
-@pytest.mark.usefixtures("_fresh_fio")
-def test_the_best_engine_of_fio_is_the_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_fio(tmp_path, REPORT)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    place = tmp_path / "d"
-    place.mkdir()
-    found = bench("io", str(place), *SMALL, "--pattern", "read")
-    fio = found["cases"][0]["fio"]
-    assert found["fio"] == "fio-9"
-    assert fio["engine"] == "io_uring"
-    assert fio["huge_pages"]
-    assert fio["bytes_per_second"] == 8e9
-    assert fio["cpu_seconds_per_gb"] == pytest.approx(0.05)
-    assert fio["latency_seconds"] == {"p50": 1e-3, "p99.9": 3e-3}
-    ratios = [rate / 8e9 for rate in found["cases"][0]["repeats"]]
-    assert fio["percent"] == pytest.approx(100 * sum(ratios) / 2)
-
-
-@pytest.mark.usefixtures("_fresh_fio")
-@pytest.mark.parametrize(
-    "body", ["sys.exit(1)", "print('{}')", "print('{\"jobs\": ['); sys.exit('no engine')"]
-)
-def test_a_fio_that_fails_is_a_warning(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_fio(tmp_path, body)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    place = tmp_path / "d"
-    place.mkdir()
-    found = bench("io", str(place), *SMALL, "--pattern", "read")
-    assert found["cases"][0]["fio"] is None
-    assert sum("could not run" in text for text in found["warnings"]) == 4
-
-
-@pytest.mark.usefixtures("_fresh_fio")
-def test_without_fio_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = bench("io", str(tmp_path), *SMALL, "--pattern", "read")
-    assert found["fio"] is None
-    assert any("apt install fio" in text for text in found["warnings"])
 
 
 def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:

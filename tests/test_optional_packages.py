@@ -45,36 +45,34 @@ def test_a_package_that_another_one_imports_is_blamed(
     assert caught.value.cure == "pip install nothing_such"
 
 
-@pytest.mark.first
-@pytest.mark.parametrize("name", ["torchvision", "transformers"])
-def test_doctor_imports_what_it_calls_ok(name: str, tmp_path: Path) -> None:
-    package(tmp_path, name, BROKEN)
+def ran(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program for which `folder` comes first on the path."""
+    return python("-c", f"import sys\nsys.path.insert(0, sys.argv.pop(1))\n{code}", str(folder), *arguments)
+
+
+def model_in(folder: Path) -> str:
+    (folder / "model").mkdir()
+    told = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+    (folder / "model" / "config.json").write_text(told)
+    return str(folder / "model")
+
+
+def test_a_broken_transformers_is_blamed(tmp_path: Path) -> None:
+    """`doctor` imports what it calls ok, and no model is read."""
+    package(tmp_path, "transformers", BROKEN)
     code = (
-        "import json, sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
+        "import json\n"
         "from infinity.cli.doctor import versions\n"
+        "from infinity.cli.main import run\n"
         "print(json.dumps({f.name: f for f in versions()}))\n"
+        "sys.exit(run(['plan', '--init-from', sys.argv[1]]))\n"
     )
-    done = python("-c", code, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    _, status, found, cure = json.loads(done.stdout.splitlines()[-1])[name]
+    done = ran(code, tmp_path, model_in(tmp_path))
+    assert done.returncode == 2, done.stderr
+    _, status, found, cure = json.loads(done.stdout.splitlines()[0])["transformers"]
     assert status == "error"
     assert "operator torchvision::nms does not exist" in found
-    assert f"pip install --force-reinstall {name}" in cure
-
-
-def test_a_model_is_not_read_with_a_broken_transformers(tmp_path: Path) -> None:
-    package(tmp_path, "transformers", BROKEN)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    code = (
-        "import sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from infinity.cli.main import run\n"
-        "sys.exit(run(['plan', '--init-from', sys.argv[1] + '/model']))\n"
-    )
-    done = python("-c", code, str(tmp_path))
-    assert done.returncode == 2
+    assert "pip install --force-reinstall transformers" in cure
     assert "transformers is installed, but cannot be imported" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -83,21 +81,15 @@ def test_inference_blames_a_broken_package_and_no_model(tmp_path: Path) -> None:
     """transformers imports only now what a name of it needs; a model of it is as good as it was."""
     package(tmp_path, "transformers", "def __getattr__(name):\n    import their_kernels\n")
     package(tmp_path, "their_kernels", "raise ImportError('libkernels.so: cannot open shared object file')\n")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(
-        '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
-    )
     code = (
-        "import sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
         "import infinity\n"
         "from infinity.core.errors import DataError\n"
         "try:\n"
-        "    infinity.inference(sys.argv[1] + '/model', infinity.Config(device='cpu'))\n"
+        "    infinity.inference(sys.argv[1], infinity.Config(device='cpu'))\n"
         "except DataError as error:\n"
         "    print(error)\n"
     )
-    done = python("-c", code, str(tmp_path))
+    done = ran(code, tmp_path, model_in(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "their_kernels, which transformers imports, is installed, but cannot be imported" in done.stdout
     assert "pip install --force-reinstall their_kernels" in done.stdout
@@ -106,28 +98,12 @@ def test_inference_blames_a_broken_package_and_no_model(tmp_path: Path) -> None:
 
 def test_what_needs_no_transformers_goes_on_without_it(nvme: str, tmp_path: Path) -> None:
     """And what needs it names the extra."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    code = (
-        "import sys\n"
-        "sys.modules['transformers'] = None\n"
-        "from infinity.cli.main import run\n"
-        "sys.exit(run(sys.argv[1:]))\n"
+    without = (
+        "sys.modules['transformers'] = None\nfrom infinity.cli.main import run\nsys.exit(run(sys.argv[1:]))\n"
     )
-
-    def without(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return python("-c", code, *arguments)
-
-    fine = (
-        ["plan", *words(nvme)],
-        ["doctor", nvme],
-    )
-    for arguments in fine:
-        done = without(*arguments)
-        assert done.returncode in (0, 1), done.stderr
-        assert "Traceback" not in done.stderr
-    done = without("plan", "--init-from", str(model))
+    done = ran(without, tmp_path, "plan", *words(nvme))
+    assert done.returncode == 0, done.stderr
+    done = ran(without, tmp_path, "plan", "--init-from", model_in(tmp_path))
     assert done.returncode == 2, done.stderr
     assert "transformers is not installed" in done.stderr
     assert "pip install 'infinity-offload[hf]'" in done.stderr

@@ -12,6 +12,7 @@ import pytest
 
 import infinity
 from infinity.api.engine import engine_of
+from infinity.cli.case import Case
 from infinity.cli.main import run
 from infinity.core.sizes import GiB, MiB, parse_size
 from infinity.planning.planner import checkpoint_nbytes
@@ -31,17 +32,14 @@ MORE = pytest.mark.integration
         [],
         pytest.param(["--optimizer", "lion", "--optimizer-state-dtype", "bf16"], marks=MORE),
         pytest.param(["--dtype", "bf16", "--optimizer", "adagrad"], marks=MORE),
-        pytest.param(
-            ["--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*embed*"],
-            marks=MORE,
-        ),
-        pytest.param(["--optimizer", "muon"], marks=MORE),
+        pytest.param(["--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*embed*"], marks=MORE),
         # A matrix has several chunks, and an update visits each twice.
         pytest.param(["--optimizer", "muon", "--width", "272"], marks=MORE),
     ],
     ids=" ".join,
 )
-def test_planned_bytes_are_the_measured_ones(more: list[str], nvme: str) -> None:
+def test_planned_bytes_are_the_measured_ones(more: list[str], nvme: str, tmp_path: Path) -> None:
+    """Those of a footprint, of steps, and of a checkpoint."""
     steps = 3
     with planned(*words(nvme, "--recompute", *more)) as made:
         engine, taken, traffic = engine_of(made.optimizer), made.plan.footprint, made.plan.traffic
@@ -58,31 +56,15 @@ def test_planned_bytes_are_the_measured_ones(more: list[str], nvme: str) -> None
             made.step()
         read, written = (b - a for a, b in zip(before, moved(), strict=True))
         figures = infinity.metrics(made.optimizer)
+        path = infinity.save(made.optimizer, tmp_path / "out")
+    wanted = checkpoint_nbytes(made.case.planner.model, made.case.config)
+    assert wanted <= sum(entry.stat().st_size for entry in os.scandir(path)) <= wanted + 64 * 1024
     assert written == steps * traffic.nvme_written
     assert 0 < read <= steps * traffic.nvme_read
     leases = sum(quota.nbytes for quota in taken.quotas.values())
     ahead = taken.working_nbytes + taken.prefetch_nbytes
     assert 0 < round(figures["memory/host_leases_peak(GiB)"] * GiB) <= leases
     assert 0 < round(figures["memory/device_units_peak(GiB)"] * GiB) <= ahead
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        ["--dtype", "bf16"],
-        ["--optimizer", "adagrad"],
-        ["--optimizer-state-dtype", "8bit", "--optimizer-state-fp32", "*norm*"],
-    ],
-    ids=" ".join,
-)
-def test_the_planned_bytes_of_a_checkpoint(more: list[str], nvme: str, tmp_path: Path) -> None:
-    with planned(*words(nvme, *more)) as made:
-        made.step()
-        path = infinity.save(made.optimizer, tmp_path / "out")
-    wanted = checkpoint_nbytes(made.case.planner.model, made.case.config)
-    taken = sum(entry.stat().st_size for entry in os.scandir(path))
-    assert wanted <= taken <= wanted + 64 * 1024
 
 
 def test_inputs_of_recomputed_blocks_on_the_host(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,35 +83,29 @@ def test_inputs_of_recomputed_blocks_on_the_host(nvme: str, capsys: pytest.Captu
     assert plans[0]["peak"] - plans[1]["peak"] == (6 - 3) * nbytes
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    capsys.readouterr()
-    code = run(["plan", "--json", *arguments])
-    return code, json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.root
 def test_a_drive_without_room_for_the_checkpoints(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is said before the run, and each cure fits. One more stands there than are kept."""
     common = words(nvme, "--layers", "4", "--width", "128")
-    one = checkpoint_nbytes(*_planner(common))
+    case = Case(settings_of(common))
+    one = checkpoint_nbytes(case.planner.model, case.config)
+
+    def plan(*more: str) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = run(["plan", "--json", *common, *more])
+        return code, json.loads(capsys.readouterr().out)
+
     with drives(2 * one + 4 * MiB) as [drive]:
-        arguments = [*common, "--output", f"{drive}/out"]
-        code, result = plan(capsys, *arguments)
+        there = ("--output", f"{drive}/out")
+        code, result = plan(*there)
         assert (code, result["checkpoints"]) == (1, 3)
         [problem] = result["problems"]
         assert problem["needed"] >= 3 * one
         fewer, elsewhere = problem["cure"].split(", or ")
         assert fewer == "--keep-last 1"
-        assert plan(capsys, *arguments, *fewer.split())[0] == 0
+        assert plan(*there, *fewer.split())[0] == 0
         room = re.fullmatch(r"--output DIR \(DIR on a drive with (\w+) free\)", elsewhere)
         assert room is not None, elsewhere
         with drives(parse_size(room[1])) as [other]:
-            assert plan(capsys, *common, "--output", f"{other}/out")[0] == 0
+            assert plan("--output", f"{other}/out")[0] == 0
         assert not os.path.exists(f"{drive}/out")
-
-
-def _planner(arguments: list[str]) -> Any:
-    from infinity.cli.case import Case
-
-    case = Case(settings_of(arguments))
-    return case.planner.model, case.config

@@ -1,4 +1,4 @@
-"""Trains a small model with the settings in ds_config.json."""
+"""Trains a small model with the settings in ds_config.json. A second run goes on from the checkpoint."""
 
 from pathlib import Path
 
@@ -23,8 +23,10 @@ model.to(torch.bfloat16)  # begins with the masters of DeepSpeed
 adam = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 model, optimizer = infinity.wrap(model, adam, config)
 scheduler = scheduler_from(SETTINGS, optimizer)
+if any(Path("checkpoints").glob("step-*")):
+    infinity.load(optimizer, "checkpoints", state={"scheduler": scheduler})
 
-for step in range(20):
+for step in range(optimizer.steps, 20):
     for micro in range(2):
         x = batch(2 * step + micro).to(torch.bfloat16)
         loss = (model(x) - x).float().square().mean()
