@@ -59,6 +59,13 @@ WARMUP = {
     "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
 }
 DECAY = {"type": "WarmupDecayLR", "params": {**WARMUP["params"], "total_num_steps": "auto"}}  # type: ignore[dict-item]
+COSINE = {
+    "type": "WarmupCosineLR",
+    "params": {
+        **{"total_num_steps": 1000, "warmup_min_ratio": 0, "warmup_num_steps": 100},
+        **{"cos_min_ratio": 0.001, "warmup_type": "linear"},
+    },
+}
 BUCKETS = {
     "stage": 2,
     "allgather_partitions": True,
@@ -94,6 +101,7 @@ FACTORY = {
     "comms_config": {"verbose": False},
     "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
 }
+SWEEP = {**AUTO, **BF16, "fp16": {"enabled": False}}
 FORCED = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True, **BF16, **AUTO}
 AXOLOTL = {
     **AUTO,
@@ -106,6 +114,8 @@ ACCELERATE = {
     **{"gradient_accumulation_steps": 1, "steps_per_print": 2000, "wall_clock_breakdown": False},
     **{"fp16": FP16_ON, "optimizer": TORCH_ADAM, "scheduler": DECAY},
 }
+SQUAD = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 6, "steps_per_print": 10}
+EXPERTS = {**BF16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "scheduler": COSINE}
 INFINITY = {
     **{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0},
     **{"fp16": {"enabled": True, **SCALE}, "wall_clock_breakdown": True},
@@ -126,9 +136,57 @@ INFINITY = {
 #: dtype and max_grad_norm; or the keys that the error names. `ARGUMENTS` fill in what Trainer fills in.
 _OFF, _HOST = "device", "host"
 PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
+    "LLaMA-Factory/ds_z0": (
+        {**FACTORY, "zero_optimization": {**BUCKETS, "stage": 0, "round_robin_gradients": True}},
+        (0, _OFF, _OFF, _OFF, "bf16", None),
+    ),
+    "LLaMA-Factory/ds_z2": (
+        {**FACTORY, "zero_optimization": {**BUCKETS, "round_robin_gradients": True}},
+        (2, _OFF, _OFF, _OFF, "bf16", None),
+    ),
+    "LLaMA-Factory/ds_z2_offload": (
+        {**FACTORY, "zero_optimization": {**BUCKETS, "offload_optimizer": CPU}},
+        (2, _OFF, _HOST, _HOST, "bf16", None),
+    ),
+    "LLaMA-Factory/ds_z3": (
+        {**FACTORY, "zero_optimization": THREE},
+        (3, _OFF, _OFF, _OFF, "bf16", None),
+    ),
     "LLaMA-Factory/ds_z3_offload": (
         {**FACTORY, "zero_optimization": OFFLOADED},
         (3, _HOST, _HOST, _HOST, "bf16", None),
+    ),
+    "LLaMA-Factory/ds_z3_partial_offload": (
+        {**FACTORY, "zero_optimization": {**THREE, "offload_optimizer": {**CPU, "pin_memory": False}}},
+        (3, _OFF, _HOST, _HOST, "bf16", None),
+    ),
+    "LLaMA-Factory/ds_z2_autotp": (
+        {
+            **FACTORY,
+            "_comment": "models",
+            "zero_optimization": BUCKETS,
+            "tensor_parallel": {"autotp_size": 2},
+        },
+        ("tensor_parallel",),
+    ),
+    "LLaMA-Factory/ds_z3_alst": (
+        {**SWEEP, "zero_optimization": OFFLOADED, "sequence_parallel": {"enabled": True, "size": 4}},
+        ("sequence_parallel",),
+    ),
+    "LLaMA-Factory/ds_z3_e9_quant_grads": (
+        {**SWEEP, "zero_optimization": {**THREE, "zero_quantized_gradients": True}},
+        (3, _OFF, _OFF, _OFF, "bf16", None),
+    ),
+    "LLaMA-Factory/ds_z3_e11_act_ckpt": (
+        {
+            **SWEEP,
+            "zero_optimization": {**THREE, "stage3_module_granularity_threshold": 16},
+            "activation_checkpointing": {
+                **{"partition_activations": True, "contiguous_memory_optimization": True},
+                "synchronize_checkpoint_boundary": False,
+            },
+        },
+        (3, _OFF, _OFF, _OFF, "bf16", None),
     ),
     "axolotl/zero1": (
         {
@@ -138,9 +196,39 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
         },
         (1, _OFF, _OFF, _OFF, "bf16", None),
     ),
+    "axolotl/zero1_torch_compile": (
+        {**AXOLOTL, "zero_optimization": {"stage": 1}, "compile": {"disable": False, "backend": "inductor"}},
+        (1, _OFF, _OFF, _OFF, "bf16", None),
+    ),
+    "axolotl/zero2": (
+        {**AXOLOTL, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        (2, _OFF, _HOST, _HOST, "bf16", None),
+    ),
+    "axolotl/zero3_cpuoffload": (
+        {**AXOLOTL, "zero_optimization": {**OFFLOADED, "sub_group_size": 0, "stage3_max_live_parameters": 0}},
+        (3, _HOST, _HOST, _HOST, "bf16", None),
+    ),
+    "axolotl/zero3_bf16_cpuoffload_all": (
+        {**FORCED, "zero_optimization": SHORT},
+        (3, _HOST, _HOST, _HOST, "bf16", None),
+    ),
     "axolotl/zero3_bf16_cpuoffload_params": (
         {**FORCED, "zero_optimization": {k: v for k, v in SHORT.items() if k != "offload_optimizer"}},
         (3, _HOST, _OFF, _OFF, "bf16", None),
+    ),
+    "transformers/zero2": (
+        {
+            **{**AUTO, **DTYPES, "optimizer": ADAM, "scheduler": WARMUP, "steps_per_print": 2000},
+            "zero_optimization": {**BUCKETS, "offload_optimizer": CPU},
+        },
+        (2, _OFF, _HOST, _HOST, "bf16", None),
+    ),
+    "transformers/zero2_bf16": (
+        {
+            **{**AUTO, "bfloat16": {"enabled": "auto"}, "optimizer": ADAM, "scheduler": WARMUP},
+            "zero_optimization": {**BUCKETS, "offload_optimizer": CPU},
+        },
+        (2, _OFF, _HOST, _HOST, "bf16", None),
     ),
     "DeepSpeed/tensor_parallel": (
         {
@@ -150,12 +238,43 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
         },
         ("tensor_parallel",),
     ),
+    "accelerate/zero_stage1": (
+        {**ACCELERATE, "zero_optimization": {**BUCKETS, "stage": 1}},
+        (1, _OFF, _OFF, _OFF, "fp16", 1.0),
+    ),
+    "accelerate/zero_stage2_offload": (
+        {**ACCELERATE, "zero_optimization": {**BUCKETS, "offload_optimizer": CPU}},
+        (2, _OFF, _HOST, _HOST, "fp16", 1.0),
+    ),
     "accelerate/zero_stage3_offload": (
         {
             **ACCELERATE,
             "zero_optimization": {**OFFLOADED, "stage3_gather_16bit_weights_on_model_save": "auto"},
         },
         (3, _HOST, _HOST, _HOST, "fp16", 1.0),
+    ),
+    "accelerate/zero3_model_only": (
+        {**DTYPES, "zero_optimization": OFFLOADED, "train_batch_size": 1},
+        ("fp16.enabled and bf16.enabled",),
+    ),
+    "transformers/zero3": (
+        {
+            "fp16": FP16_ON,
+            "zero_optimization": {**OFFLOADED, "sub_group_size": 1e14, "reduce_bucket_size": 0},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+            },
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
+        },
+        (3, _HOST, _HOST, _HOST, "fp16", 1.0),
+    ),
+    "LLaMA-Factory/ds_z3_fp8": (
+        {
+            **{"fp16": {**FP16, "enabled": False}, "bf16": {"enabled": False}, "fp8": {"enabled": True}},
+            **{"gradient_clipping": 0.001, "zero_optimization": {**THREE, "offload_optimizer": CPU}},
+        },
+        (3, _OFF, _HOST, _HOST, "fp32", 0.001),
     ),
     "DeepSpeed/zero2_cpu_offload": (
         {
@@ -176,15 +295,67 @@ PUBLISHED: Mapping[str, tuple[Settings, tuple[Any, ...]]] = {
         },
         ("fp16.loss_scale", "zero_optimization.stage3_param_persitance_threshold"),
     ),
+    "DeepSpeed/qanet_1cycle": (
+        {
+            **{"train_batch_size": 512, "train_micro_batch_size_per_gpu": 32},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999]}},
+            "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.004, "cycle_max_lr": 0.015}},
+        },
+        (0, _OFF, _OFF, _OFF, "fp32", 1.0),
+    ),
+    "DeepSpeed/cifar": (
+        {
+            **{"train_batch_size": 4, "gradient_clipping": 1.0, "prescale_gradients": False},
+            "fp16": {**FP16_ON, "fp16_master_weights_and_grads": True, "initial_scale_power": 15},
+            "zero_optimization": {**BUCKETS, "cpu_offload": True},
+        },
+        ("fp16.fp16_master_weights_and_grads",),
+    ),
     "DeepSpeed/squad": (
         {
-            **{"train_batch_size": 24, "train_micro_batch_size_per_gpu": 6, "fp16": {"enabled": True}},
+            **{**SQUAD, "fp16": {"enabled": True}},
             "optimizer": {
                 "type": "Adam",
                 "params": {"lr": 3e-5, "max_grad_norm": 1.0, "weight_decay": 0.0, "bias_correction": False},
             },
         },
         ("optimizer.params.bias_correction", "optimizer.params.max_grad_norm"),
+    ),
+    "DeepSpeed/squad_onebit": (
+        {**SQUAD, "optimizer": {"type": "OnebitAdam", "params": {"lr": 3e-5, "freeze_step": 400}}},
+        ("optimizer.type",),
+    ),
+    "DeepSpeed/moq": (
+        {
+            **{"gradient_clipping": 1.0, "fp16": {"initial_scale_power": 16, "enabled": True}},
+            "quantize_training": {"enabled": True, "quantize_groups": 8},
+        },
+        ("quantize_training",),
+    ),
+    "DeepSpeed/zenflow": (
+        {
+            **{**BF16, "train_batch_size": 32, "gradient_clipping": 1.0},
+            "zero_optimization": {
+                **{"stage": 2, "offload_optimizer": CPU},
+                "zenflow": {"topk_ratio": 0.1, "update_interval": 4},
+            },
+        },
+        ("zero_optimization.zenflow",),
+    ),
+    "DeepSpeed/zero3_leaf": (
+        {
+            **{**EXPERTS, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
+            "zero_optimization": {"stage": 3, "leaf_module": {"classes": ["MoeBlock"]}},
+        },
+        (3, _OFF, _OFF, _OFF, "bf16", 1.0),
+    ),
+    "DeepSpeed/autoep": (
+        {
+            **EXPERTS,
+            "zero_optimization": {"stage": 1},
+            "expert_parallel": {"enabled": True, "autoep_size": 8},
+        },
+        ("expert_parallel",),
     ),
     "DeepSpeed/t5_xl": (
         {
