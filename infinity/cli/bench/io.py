@@ -37,7 +37,7 @@ from infinity.cli.console import (
     table_of,
     wide_console,
 )
-from infinity.cli.medium import MEMORY, describe_directory, medium_of
+from infinity.cli.medium import MEMORY, describe_directory
 from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
 from infinity.cli.plot import draw_io, plot_option
 from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
@@ -204,7 +204,8 @@ def facts_of(directory: str) -> dict[str, Any]:
     drive = facts.drive
     return {
         "path": facts.path,
-        "filesystem": facts.mount.filesystem if facts.mount else None,
+        "filesystem": facts.filesystem,
+        "kind": facts.kind,
         "drive": None if drive is None else " ".join(filter(None, (drive.name, drive.model))),
         "direct": facts.direct,
         "alignment": facts.alignment,
@@ -265,7 +266,7 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
     cases, warnings = keep_what_fits(cases, nbytes)
     places = [facts_of(directory) for directory in request.directories]
     for place in places:
-        if not place["direct"] or medium_of(place["path"]).kind == MEMORY:
+        if not place["direct"] or place["kind"] == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
     fio = find_fio() if request.fio else None
     if request.fio and fio is None:
