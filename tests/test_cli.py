@@ -46,7 +46,6 @@ def test_help_imports_no_verb() -> None:
         (["plan", "--stepz", "3"], 2),
         (["plan", "--steps", "0"], 2),
         (["plan", "--ranks", "0"], 2),
-        (["plan", "--link", "0"], 2),
     ],
 )
 def test_what_is_refused_waits_for_no_import(arguments: list[str], code: int) -> None:
@@ -72,7 +71,6 @@ def test_what_is_refused_waits_for_no_import(arguments: list[str], code: int) ->
         (["--device", "tpu"], 2),
         (["--optimizer-state", "nvme", "--nvme", "nowhere"], 2),
         (["--ranks", "2", "--update", "delayed"], 2),
-        (["--output", "nowhere"], 0),
         (["--machine", MACHINE], 0),
         (["--machine", MACHINE, "--fit", "--json", "--ranks", "8", "--ranks-per-node", "4"], 0),
         (["--machine", MACHINE, "--device", "cuda", "--activations", "host", "--dtype", "fp16"], 0),
@@ -120,15 +118,15 @@ def test_options_follow_from_the_fields(capsys: pytest.CaptureFixture[str]) -> N
     assert several == ["nvme", "optimizer_state_fp32", "units"]
     run(["plan", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "moments stay fp32 where --optimizer-state-dtype is" in said
+    assert "moments stay fp32 where optimizer_state_dtype is" in said
 
 
 @pytest.mark.parametrize(
     ("option", "value", "cure"),
     [
-        ("--update", "overlp", "--update overlap"),
-        ("--aio-backend", "threds", "--aio-backend threads"),
-        ("--activations", "nvme", "--activations device"),
+        ("--update", "overlp", 'update="overlap"'),
+        ("--aio-backend", "threds", 'aio_backend="threads"'),
+        ("--activations", "nvme", 'activations="device"'),
         ("--optimizer", "adamv", "did you mean 'adamw'?"),
     ],
 )
@@ -187,35 +185,16 @@ def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path
         "--gradients",
         "host",
     )
-    code, result = plan(capsys, *places, "--steps", "1000", "--nvme-write", "2")
+    code, result = plan(capsys, *places, "--steps", "1000")
     assert code == 0
     assert result["fits"]
     assert result["nvme"]["parameters"] > 0
     assert result["host"]["optimizer state"] > 0
     assert result["wear"]["run_bytes"] == 1000 * result["per_step"]["nvme_written"]
-    assert result["bounds_seconds"]["nvme write"] == result["per_step"]["nvme_written"] / 2e9
     code, of_two = plan(capsys, *places, "--steps", "1000", "--ranks", "2")  # both write to the one drive
     assert code == 0
     assert of_two["wear"]["run_bytes"] == 2 * 1000 * of_two["per_step"]["nvme_written"]
     assert of_two["wear"]["rated_bytes"] == result["wear"]["rated_bytes"] == 600e12
-
-
-@pytest.mark.parametrize(
-    "option", ["--nvme-read", "--nvme-write", "--link", "--dram", "--tflops", "--endurance-tbw"]
-)
-def test_figures_of_hardware_are_checked_as_in_a_file(
-    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    on_nvme = ["--optimizer-state", "nvme", "--nvme", str(tmp_path)]
-    for value in ("-3", "0", "nan", "inf", "1e-300", "1e300"):
-        code, result = plan(capsys, *on_nvme, option, value)
-        assert code == 2
-        assert result["error"]["what"] == f"{option} cannot be used"
-    for value in ("1e-6", "1e9"):
-        code, result = plan(capsys, *on_nvme, option, value)
-        assert code == 0
-        json.dumps(result, allow_nan=False)
-        assert (result["wear"]["rated_bytes"] == float(value) * 1e12) is (option == "--endurance-tbw")
 
 
 def test_plan_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,17 +220,15 @@ def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str])
 
 def test_plan_counts_moments_that_stay_fp32(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     nvme = ["--nvme", str(tmp_path), "--optimizer-state", "nvme", "--optimizer-state-dtype", "8bit"]
-    nvme += ["--output", str(tmp_path / "out")]
     cases = [[], ["--optimizer-state-fp32", "*embed*", "--optimizer-state-fp32", "*norm*"]]
     plans = [plan(capsys, "--width", "512", *nvme, *more)[1] for more in cases]
     wanted = 6 * (256 + 5) * 512 - 2 * 4 * (256 + 5) * 2  # without codes and scales
-    (first, second) = (each["standing"][0]["checkpoints"] for each in plans)
-    assert second - first == 3 * wanted  # a third stands there while two are kept
+    assert plans[1]["checkpoint"] - plans[0]["checkpoint"] == wanted
     for section, name in (("nvme", "optimizer state"), ("per_step", "nvme_written")):
         more = plans[1][section][name] - plans[0][section][name]
         assert more == pytest.approx(wanted, rel=0.1), name  # chunks are padded
     assert run(["plan", *SMALL, *nvme, "--optimizer-state-fp32", "*embde*"]) == 2
-    assert "--optimizer-state-fp32 matches no trainable parameter" in capsys.readouterr().err
+    assert "optimizer_state_fp32 matches no trainable parameter" in capsys.readouterr().err
 
 
 def test_a_device_that_is_not_here_must_be_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,21 +241,14 @@ def test_a_device_that_is_not_here_must_be_described(capsys: pytest.CaptureFixtu
 EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "cure"),
-    [
-        ("--queue-depth", "1000000", "no --queue-depth"),
-        ("--block-bytes", "1TiB", "no --block-bytes"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value"), [("--queue-depth", "1000000"), ("--block-bytes", "1TiB")])
 def test_what_no_ring_takes_is_refused_at_the_start(
-    option: str, value: str, cure: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    option: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     on_nvme = [*SMALL, "--optimizer-state", "nvme", "--nvme", str(tmp_path)]
     assert run(["plan", "--json", *on_nvme, option, value]) == 2
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert (error["what"], error["cure"]) == (f"{option} cannot be used", cure)
-    assert run(["plan", "--json", *on_nvme, *(cure.split() if cure.startswith("-") else ())]) == 0
+    name = option.removeprefix("--").replace("-", "_")
+    assert json.loads(capsys.readouterr().out)["error"]["what"] == f"{name} cannot be used"
 
 
 @covering

@@ -13,7 +13,6 @@ import torch
 
 import infinity
 from infinity.cli.main import run
-from infinity.cli.settings import in_options
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, DirectoryError
 
@@ -29,31 +28,9 @@ def test_cures_are_in_the_words_of_who_asked(nvme: str, capsys: pytest.CaptureFi
     small = ["--layers", "1", "--width", "64", "--heads", "2", "--device", "cpu"]
     command = ["plan", *small, "--optimizer-state", "nvme"]
     assert run([*command, "--json"]) == 1
-    cure = json.loads(capsys.readouterr().out)["problems"][0]["cure"]
-    assert "--nvme DIR" in cure
-    assert "nvme=" not in cure
+    assert "--nvme DIR" in json.loads(capsys.readouterr().out)["problems"][0]["cure"]
     assert run([*command, "--nvme", nvme]) == 0
     assert run([*command, "--optimizer-state", "host"]) == 0
-    capsys.readouterr()
-    assert run([*command, "--nvme", f"{nvme}/missing"]) == 2
-    assert "nvme=" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('nvme="/path/on/a/drive", or parameters="host"', "--nvme DIR, or --parameters host"),
-        ("name another first in nvme=", "name another first in --nvme DIR"),
-        ("make /a/host_memory, or correct the setting nvme", "make /a/host_memory, or correct --nvme"),
-        ('gradients={"host": 0.3, "nvme": 0.7}', "--gradients host:0.3,nvme:0.7"),
-        ('units=["Block"]', "--unit Block"),
-        ("raise host_memory, or lower chunk_elements", "raise --host-memory, or lower --chunk-elements"),
-        ("place parameters elsewhere", "place parameters elsewhere"),
-        ("nvme=None", "no --nvme"),
-    ],
-)
-def test_settings_are_said_as_options(text: str, said: str) -> None:
-    assert in_options(text) == said
 
 
 def test_an_address_is_no_path(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +59,8 @@ def test_an_address_is_no_path(nvme: str, capsys: pytest.CaptureFixture[str]) ->
         assert str(caught.value.cure).startswith(f"the path '{path}")
         call(path)  # the cure
     infinity.close(optimizer)
-    for option in ("--nvme", "--output"):
-        assert run(["plan", *words(nvme), option, "s3://bucket/x"]) == 2
-        assert "is an address" in capsys.readouterr().err
+    assert run(["plan", *words(nvme), "--nvme", "s3://bucket/x"]) == 2
+    assert "is an address" in capsys.readouterr().err
     assert run(["import-dcp", "s3://bucket/x", nvme]) == 2
     assert "is an address" in capsys.readouterr().err
     assert sorted(os.listdir()) == before

@@ -42,13 +42,6 @@ def test_a_plan_says_which_sequences_it_is_for(capsys: pytest.CaptureFixture[str
     assert not re.search(r"\d{5,}MiB free", said)
 
 
-def test_a_plan_names_the_directory_that_checkpoints_go_to(
-    nvme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["plan", *words(nvme, "--output", str(tmp_path / "out"))]) == 0
-    assert f"Checkpoints go to {tmp_path}/out\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("given", "cure"),
     [

@@ -128,7 +128,6 @@ def cure(
     judge: Judge,
     speak: Callable[[Change], str],
     room_needed: Callable[[Change], int],
-    others: Iterable[Change] = (),
 ) -> str:
     """Return what to change so that everything fits: one alternative of budgets alone, one of other
     settings, and one of another drive, as far as there are such.
@@ -136,7 +135,6 @@ def cure(
     Args:
         changes: without budgets, in the order in which they are preferred; one may name `DIRECTORY`.
         room_needed: returns the bytes that must be free in `DIRECTORY` with a change.
-        others: changes that name `DIRECTORY`, for where none of `changes` is enough.
     """
     found = []
     budgets = complete({}, judge)
@@ -152,8 +150,6 @@ def cure(
         more = _first(elsewhere, judge, budgets_too=True)
         if more is not None:
             found.append(f"{speak(more)} (DIR with {room(room_needed(more))} free)")
-    if not found and (last := _first(list(others), judge, budgets_too=True)) is not None:
-        found.append(f"{speak(last)} (DIR with {room(room_needed(last))} free)")
     return ", or ".join(found) if found else _hopeless(changes, judge, speak)
 
 
