@@ -14,6 +14,7 @@ from infinity.api.engine import engine_of
 from infinity.core import locks
 from infinity.core.waiting import Bell, Latch
 
+from .lock_order import LockOrderError
 from .models import case
 from .offloaded import config_for, wrap_adamw
 
@@ -28,7 +29,7 @@ def test_a_pair_that_is_inverted(first: int) -> None:
             with later:
                 pass
         for earlier in made[: first + 1]:
-            with pytest.raises(locks.LockOrderError, match="taken while holding"), earlier:
+            with pytest.raises(LockOrderError, match="taken while holding"), earlier:
                 pass
     with made[0]:  # nothing is left of the attempts
         pass
@@ -37,14 +38,14 @@ def test_a_pair_that_is_inverted(first: int) -> None:
 def test_two_locks_with_one_place() -> None:
     one, other = (locks.lock("pool", reentrant=True) for _ in range(2))
     with one, one:
-        with pytest.raises(locks.LockOrderError), other:
+        with pytest.raises(LockOrderError), other:
             pass
 
 
 @pytest.mark.parametrize("wait", [Latch().wait, lambda: Bell().wait(lambda: True)])
 def test_a_wait_under_a_lock(wait: object) -> None:
     assert callable(wait)
-    with locks.lock("heap"), pytest.raises(locks.LockOrderError, match="wait while holding"):
+    with locks.lock("heap"), pytest.raises(LockOrderError, match="wait while holding"):
         wait()
 
 
@@ -70,7 +71,7 @@ def test_an_engine_whose_locks_are_inverted(tmp_path: Path) -> None:
     model, optimizer = wrap_adamw(this.model, config_for(tmp_path))
     engine = engine_of(model)
     this.loss(model, this.batches[0]).backward()
-    with engine.pool._lock, pytest.raises(locks.LockOrderError):
+    with engine.pool._lock, pytest.raises(LockOrderError):
         engine.store.wait_written()
     optimizer.step()
     infinity.close(optimizer)

@@ -515,8 +515,8 @@ class Ranks(Comm):
     def _do(self, what: str, start: Callable[[], Iterable[Any]], *, behind: bool = False) -> None:
         """Start works, and poll until they are complete ([Note: waits for ranks poll]). `behind`: they are
         NCCL's, and the current stream waits ([Note: one collective behind])."""
-        if locks.checking:
-            locks.may_wait()
+        if locks.before_wait is not None:
+            locks.before_wait()
         self._finish_begun()
         before = self._behind
         if not behind:
