@@ -356,7 +356,7 @@ def test_lists_of_sizes_are_multiplied() -> None:
     settings = settings_of(request)
     assert len(settings) == 9 + 2 * 9
     cases = cases_of(request, settings)
-    assert len(cases) == len(set(cases)) == len(settings) * 4
+    assert len(cases) == len(set(cases)) == len(settings) * 3
     assert choose_size(request, cases) >= 2 << 30
     kept, said = keep_what_fits(cases, 64 * MiB)
     assert kept

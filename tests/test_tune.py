@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
+import infinity
 from infinity.cli.bench.io_load import Settings
 from infinity.cli.commands import tune_command
-from infinity.cli.tune import Tuner, as_yaml, find, remember, smallness
-from infinity.core.config import Config
+from infinity.cli.tune import Tuner, as_config, find, remember, smallness
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB
 from infinity.hardware.aio import Ring
@@ -50,8 +49,7 @@ def test_a_run_finds_keeps_and_prints_settings_that_work(tmp_path: Path) -> None
 
     kept = tuned(str(tmp_path))
     assert kept == TunedSettings(*(row[name] for name in TunedSettings._fields))
-    engine = yaml.safe_load(found["yaml"])["engine"]
-    config = Config(**engine)
+    config = eval(found["config"], {"infinity": infinity})
     assert config.directories == (str(tmp_path),)
     assert (config.block_bytes, config.queue_depth) == (kept.block_bytes, kept.queue_depth)
     assert config.aio_backend == kept.backend
@@ -60,11 +58,11 @@ def test_a_run_finds_keeps_and_prints_settings_that_work(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_person_gets_yaml_to_paste_and_nothing_is_kept_unasked(tmp_path: Path) -> None:
+def test_a_person_gets_a_config_to_paste_and_nothing_is_kept_unasked(tmp_path: Path) -> None:
     arguments = [str(tmp_path), "--seconds", "1", "--no-store"]
     done = CliRunner().invoke(tune_command, arguments, catch_exceptions=False)
     assert done.exit_code == 0
-    assert "engine:\n  nvme:\n    - " in done.stdout
+    assert f'infinity.Config(nvme="{tmp_path}", ' in done.stdout
     assert "of the best" in done.stdout
     assert not settings_file().exists()
 
@@ -152,11 +150,10 @@ def test_small_means_bytes_in_flight_first() -> None:
 
 
 def test_one_configuration_serves_several_drives() -> None:
-    text = as_yaml([("/a b", Settings("libaio", 512 * KiB, 32)), ("/c", Settings("uring", MiB, 8))])
-    config = Config(**yaml.safe_load(text)["engine"])
+    text = as_config([("/a b", Settings("libaio", 512 * KiB, 32)), ("/c", Settings("uring", MiB, 8))])
+    config = eval(text, {"infinity": infinity})
     assert config.directories == ("/a b", "/c")
     assert (config.block_bytes, config.queue_depth, config.aio_backend) == (MiB, 32, "auto")
-    assert "512KiB" in as_yaml([("/a", Settings("libaio", 512 * KiB, 32))])
 
 
 # ---- the file ----

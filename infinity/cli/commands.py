@@ -84,7 +84,7 @@ def verify_command(**given: Any) -> Any:
 def tune_command(**given: Any) -> Any:
     """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
 
-    They are kept per drive, and `auto` uses them; the YAML that is printed goes into a configuration.
+    They are kept per drive, and `auto` uses them; the Config that is printed names them.
     Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
     result cannot be kept; it is printed then, too.
     """
