@@ -30,7 +30,8 @@ def import_deepspeed_command(**given: Any) -> Any:
     universal checkpoint. DeepSpeed is not needed, no code in the files runs, and values are copied piece by
     piece. infinity.load goes on from OUT. It returns what else DeepSpeed saved.
     """
-    return _imported("infinity.cli.imports").import_deepspeed_command(**given)
+    call = _imported("infinity.integrations.deepspeed.checkpoints").import_deepspeed
+    return _imported("infinity.cli.imports").import_command(call, **given)
 
 
 @click.command("import-dcp")
@@ -45,7 +46,8 @@ def import_dcp_command(**given: Any) -> Any:
     the state dicts of a model and of AdamW or Adam. No code in the files runs, and values are copied piece by
     piece. infinity.load goes on from OUT. It returns what else was saved.
     """
-    return _imported("infinity.cli.imports").import_dcp_command(**given)
+    call = _imported("infinity.integrations.dcp").import_dcp
+    return _imported("infinity.cli.imports").import_command(call, **given)
 
 
 @click.command("export")
