@@ -65,9 +65,7 @@ def check_averages(weight: nn.Parameter, mean: nn.Parameter) -> None:
         lambda: torch._foreach_lerp_([mean], [weight], 0.1),
         lambda: torch.lerp(mean, weight, 0.1, out=mean),
     ):
-        cure = cure_of(use)
-        assert cure.startswith("`plain = copy.deepcopy(model)` before `wrap`; after each step call ")
-        assert "`infinity.copy_to(model, plain)`" in cure
+        assert "`infinity.copy_to(model, plain)`" in cure_of(use)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -105,7 +103,7 @@ def test_reads_and_edits(tier: str, config: infinity.Config) -> None:
         with infinity.gathered(weight):
             look()
     for n, edit in enumerate((lambda: weight.add_(1), lambda: nn.init.ones_(weight), lambda: fill(weight))):
-        assert cure_of(edit) == "edit it inside `with infinity.gathered(params, write=True):`"
+        assert "write=True to edit it" in cure_of(edit)
         with infinity.gathered(weight, write=True), torch.no_grad():
             edit()
         found = model.state_dict()["blocks.0.up.weight"]
@@ -127,8 +125,7 @@ def test_changes_of_the_structure(tier: str, config: infinity.Config) -> None:
     wanted, _ = build()
     change(wanted.blocks[0].up)
     model, optimizer = infinity.wrap(*build(), config.replace(parameters=tier))
-    cure = cure_of(lambda: change(model.blocks[0].up))
-    assert cure == "do this before `wrap`, or to the model that `infinity.unwrap(model)` returns"
+    assert "`infinity.unwrap(model)`" in cure_of(lambda: change(model.blocks[0].up))
     plain = infinity.unwrap(model)
     change(plain.blocks[0].up)
     assert same(plain.state_dict(), wanted.state_dict())
