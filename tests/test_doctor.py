@@ -186,7 +186,7 @@ def test_a_directory_far_from_the_gpu_is_a_warning(tmp_path: Path, monkeypatch: 
     drive = probe.BlockDevice("nvme0n1", "259:0", "Fast", "S1", False, 1)
     mount = probe.Mount("/", "ext4", "/dev/nvme0n1")
     monkeypatch.setattr(doctor, "describe_directory", lambda path: facts._replace(drive=drive, mount=mount))
-    gpu = doctor.Gpu(0, "GPU", "9.0", 1 << 30, 1 << 30, "0000:01:00.0", 0)
+    gpu = doctor.Gpu(0, "GPU", 1 << 30, 1 << 30, "0000:01:00.0", 0)
     for node, status in ((0, "warning"), (1, "ok")):
         monkeypatch.setattr(doctor, "gpus", lambda node=node: (gpu._replace(numa_node=node),))
         found = status_of(list(doctor.directory(str(tmp_path))), f"{tmp_path}: NUMA")

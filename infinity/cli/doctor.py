@@ -185,7 +185,6 @@ class Gpu(NamedTuple):
 
     number: int
     name: str
-    capability: str
     total: int
     free: int
     pci: str | None
@@ -203,8 +202,7 @@ def gpus() -> tuple[Gpu, ...]:
         facts: Any = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         pci = probe.pci_address(facts)
-        capability = f"{facts.major}.{facts.minor}"
-        found.append(Gpu(index, facts.name, capability, total, free, pci, probe.gpu_numa_node(pci)))
+        found.append(Gpu(index, facts.name, total, free, pci, probe.gpu_numa_node(pci)))
     return tuple(found)
 
 

@@ -462,16 +462,6 @@ class Ranks(Comm):
     def check(self) -> None:
         self._watch.check()
 
-    def settle(self, error: BaseException) -> int:
-        """`post` the error that ends this rank; return the rank that is to say why all end, when that is
-        known: the one whose error was first, or for one that is gone another."""
-        if isinstance(error, RankError):  # of another one, as another connection has told
-            until(lambda: self._watch.failed, _NEWS_SECONDS)
-        self.post(error)
-        until(lambda: self._watch.failed, _NEWS_SECONDS)
-        first, gone = self._watch.first(self.rank)
-        return first if not gone else int(first == 0)
-
     def close(self) -> None:
         if self._closed:
             return

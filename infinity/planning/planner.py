@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from infinity.core.config import Config
-from infinity.core.errors import BudgetError
 from infinity.core.sizes import Tier, format_size
 
 from .footprint import Budget, Demand, Footprint, demand, within
@@ -133,18 +132,6 @@ class Plan:
     def fits(self) -> bool:
         """Whether the run can begin."""
         return not self.problems
-
-    def check(self) -> None:
-        """Raise `BudgetError` for the first problem."""
-        if not self.problems:
-            return
-        first = self.problems[0]
-        raise BudgetError(
-            f"the run does not fit the {first.tier} tier",
-            expected=f"at least {format_size(first.needed)} ({first.needed} bytes): {first.what}",
-            found=f"{format_size(first.available)} ({first.available} bytes)",
-            cure=first.cure,
-        )
 
 
 class Planner:
