@@ -439,7 +439,8 @@ def _of_checkpoint(
 def _texts_of(found: Found) -> dict[str, Any]:
     """Return the texts of a checkpoint; its config.json as values."""
     texts = dict(found.content.get("texts", {}))
-    names = [n for n in texts if not _TEXT.fullmatch(n) or n.startswith("model.safetensors")]
+    named = ((n, _TEXT.fullmatch(n) and not n.startswith("model.safetensors")) for n in texts)
+    names = [n for n, right in named if not right or not isinstance(texts[n], str)]
     with contextlib.suppress(ValueError, RecursionError):
         texts[_CONFIG] = json.loads(texts.get(_CONFIG, "{}"))
     if names or not isinstance(texts[_CONFIG], dict):
