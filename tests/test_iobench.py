@@ -20,11 +20,9 @@ from infinity.cli.bench import io_fio
 from infinity.cli.bench.group import bench_command
 from infinity.cli.bench.io import (
     Request,
-    cache_warning,
     cases_of,
     choose_size,
     keep_what_fits,
-    read_twice,
     settings_of,
 )
 from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings, run_pass
@@ -95,7 +93,6 @@ def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Pat
         assert case["directories"] == [str(tmp_path)]
         assert case["fio"] is None
     assert found["verified_bytes"] >= sum(case["verified_bytes"] for case in found["cases"])
-    assert found["cache"][0]["ratio"] > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -337,17 +334,6 @@ def test_without_o_tmpfile_nothing_is_left_either(tmp_path: Path, monkeypatch: p
     with load(tmp_path) as mine, mine.ring(SETTINGS) as ring:
         assert list(tmp_path.iterdir()) == []
         assert run_pass([(mine, ring)], SETTINGS, Job("write", chunk=MiB), 0.02).written > 0
-
-
-def test_a_second_reading_is_compared_with_the_first(tmp_path: Path) -> None:
-    job = Job("read", chunk=MiB)
-    with load(tmp_path, 128 * MiB) as mine, mine.ring(SETTINGS) as ring:
-        found = read_twice(mine, ring, SETTINGS, job)
-        assert found is not None
-        assert min(found.values()) > 0
-    assert cache_warning({"ratio": 1.19}, "/d") == []
-    assert "25%" in cache_warning({"ratio": 1.25}, "/d")[0]
-    assert cache_warning(None, "/d") == []
 
 
 def test_lists_of_sizes_are_multiplied() -> None:

@@ -1,8 +1,8 @@
 """`infinity bench io`: what drives can do for the engine, measured as the engine uses them.
 
-Reads, writes and both at once (the update: equal parts of each),
-through the engine's own rings, beside fio where it is installed. See [Note: a bench leaves nothing
-behind] and [Note: what a bench verifies] in io_load.py.
+Reads, writes and both at once (the update: equal parts of each), through the engine's own rings, beside fio
+where it is installed. See [Note: a bench leaves nothing behind] and [Note: what a bench verifies] in
+io_load.py.
 
 Order of one case: fio, where it is compared; a pass that warms up and is not counted; the passes that count;
 a pass of single blocks for latencies; then a sample of what was written is read back and compared.
@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -39,7 +38,7 @@ from infinity.cli.plot import draw_io, plot_option
 from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
-from infinity.hardware.aio import BACKENDS, Ring
+from infinity.hardware.aio import BACKENDS
 from infinity.hardware.probe import available_host_memory
 from infinity.version import __version__
 
@@ -50,9 +49,6 @@ _LEAST: Final = 16 * MiB
 _SAMPLE: Final = 64 * MiB  # read back after a case that wrote
 #: What `--quick` says where nothing else is said.
 _QUICK: Final[dict[str, Any]] = {"usual_size": 256 * MiB, "seconds": 0.25, "fio": False}
-_FASTER: Final = 1.2  # a second read that is faster than a first one by more is a cache's
-_REGION: Final = 32 * MiB
-_REGIONS: Final = 9
 
 
 @dataclass(frozen=True)
@@ -223,7 +219,7 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
     result: dict[str, Any] = {
         **{"benchmark": "io", "infinity": __version__, "directories": places},
         **{"file_bytes": nbytes, "seconds_per_pass": request.seconds, "fio": fio},
-        **{"fill_bytes_per_second": [], "cache": [], "cases": []},
+        **{"fill_bytes_per_second": [], "cases": []},
     }
     first, job = cases[0].settings, cases[0].job
     grain = min(case.settings.block_bytes for case in cases)
@@ -234,10 +230,6 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
         for load in loads:
             tell(f"writes {format_size(nbytes)} to {load.directory}")
             result["fill_bytes_per_second"].append(load.fill(first, job.chunk))
-            with load.ring(first) as ring:
-                twice = read_twice(load, ring, first, job)
-            warnings += cache_warning(twice, load.directory)
-            result["cache"].append({"path": load.directory, **(twice or {})})
         for number, case in enumerate(cases):
             tell(f"{case.job.pattern}, {case.settings.backend} {sizes(case.settings)}", number, len(cases))
             measured, said = measure_case(case, loads, request)
@@ -294,39 +286,6 @@ def measure_case(case: Case, loads: Sequence[Load], request: Request) -> tuple[d
         "fio": None if fio is None else {**fio._asdict(), "percent": 100 * middle / fio.bytes_per_second},
     }
     return result, said
-
-
-def read_twice(load: Load, ring: Ring, settings: Settings, job: Job) -> dict[str, Any] | None:
-    """Read regions all over the file for the first time, and again at once.
-
-    Returns:
-        bytes per second of first and second readings (medians) and the median of their ratios, or
-        None if the file is too small.
-    """
-    transfer = job.checking.transfer(settings)
-    region = max(transfer, min(_REGION, load.mapping.nbytes) // transfer * transfer)
-    count = min(_REGIONS, load.nbytes // region)
-    if count < 3:
-        return None
-    rates = np.zeros((count, 2))
-    for number, turn in np.ndindex(*rates.shape):
-        offset = load.nbytes // count * number // transfer * transfer
-        start = time.perf_counter()
-        load.read(ring, range(offset, offset + region, transfer), transfer)
-        rates[number, turn] = region / (time.perf_counter() - start)
-    first, again = rates[1:].T  # the first region warms up
-    found = {"first_bytes_per_second": first, "again_bytes_per_second": again, "ratio": again / first}
-    return {name: float(np.median(values)) for name, values in found.items()}
-
-
-def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
-    """Return what to say about `read_twice`'s answer, if anything."""
-    if found is None or found["ratio"] <= _FASTER:
-        return []
-    return [
-        f"{directory}: what was read before comes back {found['ratio'] - 1:.0%} faster: a cache answers "
-        "instead of the drive. Reads of a file larger than that cache (--size) will be slower than shown here"
-    ]
 
 
 # ---- the command ----
