@@ -445,31 +445,3 @@ def test_two_threads_gather_two_models_in_either_order(tmp_path: Path) -> None:
     assert errors == []
     for model in models:
         infinity.close(model)
-
-
-def test_two_threads_that_wait_for_each_others_model_are_told(tmp_path: Path) -> None:
-    models = two_models(tmp_path)
-    both = threading.Barrier(2)
-    found: list[BaseException] = []
-
-    def nest(mine: Any, other: Any) -> None:
-        try:
-            with infinity.gathered(mine.head.weight):
-                both.wait(20)
-                with infinity.gathered(other.head.weight):
-                    pass
-        except BaseException as error:
-            found.append(error)
-
-    threads = [threading.Thread(target=nest, args=p, daemon=True) for p in (models, models[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert found
-    assert all(isinstance(e, ThreadError) and "wait for each other" in str(e) for e in found)
-    with infinity.gathered([*models[0].parameters(), *models[1].parameters()]):
-        pass  # nothing is left
-    for model in models:
-        infinity.close(model)
