@@ -272,7 +272,7 @@ def test_no_rank_ever_has_the_whole_model(world: int, place: str, tmp_path: Path
     share = whole // world if place == "host" else 0
     config, _ = job(tmp_path, place)
     config |= {"device_memory": world * device, "host_memory": world * (host + share)}
-    results = run_ranks(world, MEMORY, json.dumps(config), f"{tmp_path}/", imports=["infinity.cli.measure"])
+    results = run_ranks(world, MEMORY, json.dumps(config), f"{tmp_path}/")
     found = [json.loads(said) for said in all_well(results)]
     for of in found:
         assert all(of[name] <= 8 * mib for name in ("save", "load", "export")), found
