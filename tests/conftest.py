@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from hypothesis import HealthCheck, settings
 
-from infinity.core import locks
+from . import lock_order
 
 # A shared machine has slow moments; a run in CI tries the same examples every time.
 settings.register_profile("infinity", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Locks hold their users to the order ([Note: the order of locks]). Child processes are killed and
 # interrupted, and have plain ones.
-locks.checking = True
+lock_order.check()
 
 # A background job of a shell ignores SIGINT, what `nohup` starts SIGHUP; child processes inherit that, and
 # tests send them these.

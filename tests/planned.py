@@ -79,14 +79,10 @@ class Planned:
 
 @contextlib.contextmanager
 def planned(*arguments: str, **more: Any) -> Iterator[Planned]:
-    """Lend the model that the arguments of `infinity plan` describe.
-
-    Raises:
-        BudgetError: it does not fit.
-    """
+    """Lend the model that the arguments of `infinity plan` describe. It fits."""
     case = Case(settings_of(arguments), **more)
     plan = case.plan()
-    plan.check()
+    assert plan.fits
     made = Planned(case, plan)
     try:
         yield made

@@ -54,16 +54,14 @@ def test_an_error_of_the_system_names_the_limit_that_it_comes_from(monkeypatch: 
     limits = {resource.RLIMIT_NOFILE: (50, 4096), resource.RLIMIT_AS: (3 << 20, resource.RLIM_INFINITY)}
     monkeypatch.setattr(resource, "getrlimit", lambda limit: limits.get(limit, (resource.RLIM_INFINITY,) * 2))
     error = DirectoryError("no", errno=errno.EMFILE, expected="a directory", found="no", cure="make one")
-    assert error.cure == (
-        "raise the limit on open files of a process: ulimit -n, now 50, without root at most 4096"
-    )
+    assert error.cure == "raise the limit on open files of a process: ulimit -n"
     assert str(error.found).startswith("Too many open files (the limit")
     assert error.expected is None
-    assert "ulimit -v, now 3072, without root at most unlimited" in reason(errno.ENOMEM)
+    assert "ulimit -v" in reason(errno.ENOMEM)
     monkeypatch.setattr(threading, "_start_new_thread", lambda *_: start_no_thread())
     with pytest.raises(OutOfMemoryError, match="refused the thread 'mine'") as caught:
         start(threading.Thread(name="mine"))
-    assert "ulimit -v, now 3072" in str(caught.value.cure)
+    assert "ulimit -v" in str(caught.value.cure)
     limits.clear()
     assert reason(errno.ENOMEM) == "Cannot allocate memory"
 

@@ -113,13 +113,17 @@ def base_of(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_masters_are_merged_in_fp32(tmp_path: Path) -> None:
-    """What the errors of PEFT's own merge name: it needs the parameters of the run."""
-    model, adam = trained(built("lora"), tmp_path / "run", dtype="bf16")
+def test_a_merge_of_peft_is_refused_with_what_helps(tmp_path: Path) -> None:
+    model, adam = trained(built("lora"), tmp_path / "run")
     with pytest.raises(ReleasedParameterError, match=r"that `infinity.unwrap\(model\)` returns; `inf"):
         model.merge_and_unload()
     with pytest.raises(ReleasedParameterError, match=r"with infinity.gathered\(params, write=True\)"):
         model.merge_adapter()
+    infinity.close(adam)
+
+
+def test_masters_are_merged_in_fp32(tmp_path: Path) -> None:
+    model, adam = trained(built("lora"), tmp_path / "run", dtype="bf16")
     engine = engine_of(model)
     infinity.export(model, tmp_path / "merged", "fp32", merge_adapters=True)
     infinity.export(model, tmp_path / "alone", "fp32")

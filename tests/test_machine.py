@@ -179,21 +179,3 @@ def test_chunks_are_smaller_where_nothing_fits_without_and_what_is_missing_is_sa
     assert code == 1
     assert "settings" not in result
     assert "no setting is enough" in result["problems"][0]["cure"]
-
-
-def test_too_little_memory_and_no_room_where_checkpoints_go(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    small = {"directory": "/drives/small", "capacity": "100MB"}
-    large = {"directory": "/drives/large", "capacity": "1GB"}
-    words = ["--nvme", "/drives/small", *MODEL, *CHUNKS]
-    path = machine(tmp_path, host={"memory": "30MiB"}, drives=[small])
-    code, result = plan(capsys, "--machine", path, *words, "--output", "/drives/small/run")
-    assert code == 1
-    [cure] = {problem["cure"] for problem in result["problems"]}
-    change, _, room = cure.partition(" (DIR with ")
-    assert "--output DIR" in change
-    assert room == f"{(result['standing'][0]['checkpoints'] >> 20) + 1}MiB free)"
-    path = machine(tmp_path, host={"memory": "30MiB"}, drives=[small, large])
-    code, _ = plan(capsys, "--machine", path, *words, *shlex.split(change.replace("DIR", "/drives/large")))
-    assert code == 0

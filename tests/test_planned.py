@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.cli.case import Case
 from infinity.cli.main import run
-from infinity.core.sizes import GiB, MiB, parse_size
+from infinity.core.sizes import GiB
 from infinity.planning.planner import checkpoint_nbytes
 
 from .command_line import words
-from .planned import planned, settings_of
-from .test_cures import drives
+from .planned import planned
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("own_environment")
@@ -81,31 +77,3 @@ def test_inputs_of_recomputed_blocks_on_the_host(nvme: str, capsys: pytest.Captu
     assert losses[0] == losses[1]
     assert plans[0]["inputs"] == 6 * nbytes
     assert plans[0]["peak"] - plans[1]["peak"] == (6 - 3) * nbytes
-
-
-@pytest.mark.root
-def test_a_drive_without_room_for_the_checkpoints(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said before the run, and each cure fits. One more stands there than are kept."""
-    common = words(nvme, "--layers", "4", "--width", "128")
-    case = Case(settings_of(common))
-    one = checkpoint_nbytes(case.planner.model, case.config)
-
-    def plan(*more: str) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = run(["plan", "--json", *common, *more])
-        return code, json.loads(capsys.readouterr().out)
-
-    with drives(2 * one + 4 * MiB) as [drive]:
-        there = ("--output", f"{drive}/out")
-        code, result = plan(*there)
-        assert (code, result["checkpoints"]) == (1, 3)
-        [problem] = result["problems"]
-        assert problem["needed"] >= 3 * one
-        fewer, elsewhere = problem["cure"].split(", or ")
-        assert fewer == "--keep-last 1"
-        assert plan(*there, *fewer.split())[0] == 0
-        room = re.fullmatch(r"--output DIR \(DIR on a drive with (\w+) free\)", elsewhere)
-        assert room is not None, elsewhere
-        with drives(parse_size(room[1])) as [other]:
-            assert plan("--output", f"{other}/out")[0] == 0
-        assert not os.path.exists(f"{drive}/out")

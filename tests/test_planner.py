@@ -88,7 +88,7 @@ def test_traffic_of_accumulation_and_over_the_link() -> None:
 
 def test_wear_and_bounds() -> None:
     plan = plan_of(config_of(dtype="bf16"))
-    plan.check()
+    assert plan.fits
     worn = wear(plan.traffic, steps=1000, tbw=1, drives=2)
     assert worn.run_bytes == 16 * PARAMETERS * 1000
     assert worn.share == pytest.approx(worn.run_bytes / 2e12)

@@ -228,34 +228,18 @@ def test_threads_that_a_forward_starts_use_what_they_need(
 
 
 def test_two_threads_with_two_models(tmp_path: Path) -> None:
-    """`gathered` takes both in one order, whatever the order they are given in; threads that wait for each
-    other are told."""
+    """`gathered` takes both in one order, whatever the order they are given in."""
     models: list[Any] = []
     for name in "ab":
         (tmp_path / name).mkdir()
         models.append(wrap_adamw(nn.Sequential(nn.Linear(8, 8)), config_for(tmp_path / name))[0])
     weights = [model[0].weight for model in models]
-    both = threading.Barrier(2)
-    found: list[BaseException] = []
 
     def gather(params: list[nn.Parameter]) -> None:
         for _ in range(50):
             with infinity.gathered(params):
                 pass
 
-    def nest(mine: Any, other: Any) -> None:
-        try:
-            with infinity.gathered(mine):
-                both.wait(20)
-                with infinity.gathered(other):
-                    pass
-        except BaseException as error:
-            found.append(error)
-
     run_threads([functools.partial(gather, weights), functools.partial(gather, weights[::-1])])
-    run_threads([functools.partial(nest, *weights), functools.partial(nest, *weights[::-1])])
-    assert found
-    assert all(isinstance(e, ThreadError) and "wait for each other" in str(e) for e in found)
-    gather(weights)  # nothing is left
     for model in models:
         infinity.close(model)

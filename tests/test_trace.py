@@ -112,7 +112,6 @@ def test_bytes_and_transfers_are_those_of_the_store(traced: Traced) -> None:
     bytes_read, bytes_written, reads, writes = traced.moved
     assert (sum(s.nbytes for s in traced.of("read")), len(traced.of("read"))) == (bytes_read, reads)
     assert (sum(s.nbytes for s in traced.of("write")), len(traced.of("write"))) == (bytes_written, writes)
-    assert traced.content["otherData"]["unfinished_transfers"] == 0
     assert len(traced.of("crc")) == reads
 
 
@@ -145,12 +144,8 @@ def test_metrics_have_the_stalls_and_rates_of_the_last_step(traced: Traced) -> N
     assert ("NVMe" in sentence) == on_nvme
 
 
-def test_the_file_says_what_recording_cost_and_what_ran(traced: Traced) -> None:
+def test_the_file_says_what_ran(traced: Traced) -> None:
     about = traced.content["otherData"]
-    cost = about["cost"]
-    assert cost["ns_per_span"] > 0
-    assert cost["spans_per_step"] == about["spans"] / STEPS
-    assert cost["ns_per_step"] == pytest.approx(cost["ns_per_span"] * cost["spans_per_step"])
     assert about["dropped_spans"] == 0
     assert about["units"] == traced.units
     assert {e["ph"] for e in traced.content["traceEvents"]} == {"M", "X", "i"}
@@ -202,7 +197,6 @@ def test_a_full_trace_says_so_and_still_answers(tmp_path: Path) -> None:
         counts.append(about["spans"] + about["dropped_spans"])
     assert about["spans"] == limit
     assert about["dropped_spans"] > 0
-    assert 0 < about["limit_reached_ns"] < about["duration_ns"]
     infinity.close(optimizer)
 
 

@@ -120,7 +120,7 @@ def check_model(
                 if param.requires_grad
                 else "make it a buffer, which is not trained either",
             )
-        if optimizer is not None and not param.is_meta and _overlaps_itself(param.detach()):
+        if optimizer is not None and not param.is_meta and param.numel() > extent_elements(param.detach()):
             raise WrapError(
                 f"elements of the parameter {name!r} share memory",
                 expected="parameters whose elements do not overlap in memory",
@@ -231,43 +231,9 @@ def _check_apart(named: list[tuple[str, nn.Parameter]], buffers: list[tuple[str,
             open_ = [other for other in open_ if other[1] > extent[0]]
             for other in open_:
                 kept = [s[2] for s in (other, extent) if s[2] in names]
-                if len(kept) < 2 and _overlap(other, extent):
+                if len(kept) < 2:
                     _refuse(other, extent, kept)
             open_.append(extent)
-
-
-def _overlaps_itself(data: torch.Tensor) -> bool:
-    """Return whether two elements of a tensor have one place."""
-    if data.numel() > extent_elements(data):
-        return True
-    reach = 0  # of the dimensions so far, from the smallest stride on
-    for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
-        if size > 1 and stride <= reach and data.numel():
-            # Not one inside the other, which is rare: mark the places, and count them.
-            places = torch.zeros(extent_elements(data), dtype=torch.bool, device="cpu")
-            places.as_strided(data.shape, data.stride()).fill_(True)
-            return int(places.sum()) < data.numel()
-        reach += stride * (size - 1)
-    return False
-
-
-def _overlap(first: tuple[int, int, str, torch.Tensor], second: tuple[int, int, str, torch.Tensor]) -> bool:
-    """Return whether two extents of bytes, of which one begins in the other, have an element in common."""
-    if all(extent_elements(data) <= data.numel() for *_, data in (first, second)):
-        return True  # there are no gaps
-    # Such as columns of one matrix: mark the bytes of one, and look for them in the other.
-    low = first[0]
-    mask = torch.zeros(max(first[1], second[1]) - low, dtype=torch.bool, device="cpu")
-    marked, looked_at = (
-        mask.as_strided(
-            (*data.shape, data.element_size()),
-            (*(s * data.element_size() for s in data.stride()), 1),
-            begin - low,
-        )
-        for begin, _, _, data in (first, second)
-    )
-    marked.fill_(True)
-    return bool(looked_at.any())
 
 
 def _is_transpose(first: torch.Tensor, second: torch.Tensor) -> bool:

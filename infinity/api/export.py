@@ -25,7 +25,7 @@ from infinity.storage.folder import Folder
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.shards import Shards
 from infinity.storage.tensor_file import TensorFile
-from infinity.storage.tensor_header import Spec
+from infinity.storage.tensor_header import AGAIN, Spec
 
 from . import ties
 from .adapters import Merged, adapted_name, adapters_of, adapts_itself, base_of, has_adapters
@@ -35,7 +35,6 @@ from .checkpoint import (
     check_whole,
     interruptible,
     library_of,
-    naming_another,
     open_saved,
     path_of,
     reading_ring,
@@ -140,7 +139,6 @@ def export(
                     cure="infinity.export(model, path)",
                 )
             found = find(path_of(model))
-            stack.enter_context(naming_another(found))
             content = _of_checkpoint(found, wanted, limit, stack)
             _check_merge(merge_adapters, False)
             return target, content, files
@@ -313,7 +311,7 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None, limit: int, merge: b
     config = json.loads(texts[_CONFIG]) if _CONFIG in texts else {}
     tied = ties.left_out(inner, contents, untied=ties.is_untied(config))
     if tied is None:
-        tied = _tied(inner, sources)
+        tied = _tied(sources)
     dropped = {*tied, *(getattr(inner, "_keys_to_ignore_on_save", None) or ())}
     sources = {name: value for name, value in sources.items() if name not in dropped}
     specs = {name: spec for name, spec in specs.items() if name not in dropped}
@@ -346,26 +344,14 @@ def _part_of(
     return _ExportPart(stem, tensors, fill, None if library == "timm" else limit, tied)
 
 
-def _tied(model: nn.Module, sources: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return which names are left out, and under which name each is written: as `save_pretrained` does it, of
-    tied names those that transformers ties by itself; of a module of another kind all but the first."""
+def _tied(sources: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return which names are left out, and under which name each is written: of a module that is not one of
+    transformers, of tied names all but the first."""
     names: dict[int, list[str]] = {}
     for name, value in sources.items():
         if isinstance(value, nn.Parameter):
             names.setdefault(id(value), []).append(name)
-    declared = [
-        f"{prefix}.{pattern}" if prefix else pattern
-        for prefix, module in model.named_modules()
-        for pattern in getattr(module, "_tied_weights_keys", None) or ()
-    ]
-    found = {}
-    for group in names.values():
-        kept = group[:1]
-        if hasattr(model, "_tied_weights_keys"):
-            free = [name for name in group if not any(re.search(pattern, name) for pattern in declared)]
-            kept = free or kept
-        found.update({name: kept[0] for name in group if name not in kept})
-    return found
+    return {name: group[0] for group in names.values() for name in group[1:]}
 
 
 def _edited(config: Any, dtype: torch.dtype | None) -> str:
@@ -453,24 +439,19 @@ def _of_checkpoint(
 def _texts_of(found: Found) -> dict[str, Any]:
     """Return the texts of a checkpoint; its config.json as values."""
     texts = dict(found.content.get("texts", {}))
-    wrong = ""
-    for name, text in texts.items():
-        if not _TEXT.fullmatch(name) or name.startswith("model.safetensors") or not isinstance(text, str):
-            wrong = f"{name!r}: {text!r:.200}"
-    if not wrong and _CONFIG in texts:
-        with contextlib.suppress(ValueError, RecursionError):
-            texts[_CONFIG] = json.loads(texts[_CONFIG])
-        if not isinstance(texts[_CONFIG], dict):
-            wrong = f"{_CONFIG}: {texts[_CONFIG]!r:.200}"
-    if wrong:
+    named = ((n, _TEXT.fullmatch(n) and not n.startswith("model.safetensors")) for n in texts)
+    names = [n for n, right in named if not right or not isinstance(texts[n], str)]
+    with contextlib.suppress(ValueError, RecursionError):
+        texts[_CONFIG] = json.loads(texts.get(_CONFIG, "{}"))
+    if names or not isinstance(texts[_CONFIG], dict):
         raise CorruptionError(
             f"the index of {found.path} has texts that no version of infinity writes",
             path=found.path,
             expected="configurations and tokenizer files, under their usual names",
-            found=wrong,
-            cure="copy this checkpoint again from its source; or load another one, if there is one",
+            found=", ".join(names) or f"{_CONFIG}: {texts[_CONFIG]!r:.200}",
+            cure=AGAIN,
         )
-    return texts
+    return texts if texts[_CONFIG] else {n: text for n, text in texts.items() if n != _CONFIG}
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:

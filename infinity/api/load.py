@@ -32,7 +32,6 @@ from .checkpoint import (
     buffers_of,
     elements_here,
     names_of,
-    naming_another,
     open_saved,
     path_of,
     pieces_of,
@@ -112,8 +111,7 @@ def load(
         loading, given = make(
             lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))
         )
-        with naming_another(loading.found):
-            make(loading.run)
+        make(loading.run)
 
     def give() -> None:
         for name, thing in (state or {}).items():
@@ -140,9 +138,8 @@ def _prepare(
         newest, loading = _newest(comm, path), None
         try:
             loading = _Loading(engine, _found_there(comm, newest), strict, progress)
-            with naming_another(loading.found):
-                given = guarded(comm, "what is loaded", partial(loading.check, state))
-                agree(comm, "what is loaded")
+            given = guarded(comm, "what is loaded", partial(loading.check, state))
+            agree(comm, "what is loaded")
             return loading, given
         except BaseException as error:
             if loading is not None:

@@ -8,9 +8,8 @@ import functools
 import os
 import secrets
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from types import TracebackType
 from typing import Any, Final
 
@@ -37,7 +36,6 @@ from .user_state import check_named, encode, is_tokenizer
 from .wanted import Wanted, check_minutes
 
 _OWN: Final = "infinity.Run"  # what a checkpoint has of the run, beside the user's state
-_TURN: Final = 1.0  # seconds from one look at a lock to the next
 
 
 class Run:
@@ -162,7 +160,6 @@ class Run:
         self._put_off: int | None = None  # until the optimizer has made more steps than these
         self._before = (0, 0)  # as of `_made`, when it began
         self._kinds: set[tuple[type, int | None]] = set()
-        self._vanished: set[str] = set()
 
     # -- the block --------------------------------------------------------------------------
 
@@ -345,20 +342,20 @@ class Run:
         if last or asked:
             self._save_last()
             self._asked.agreed()  # of a signal that came meanwhile
-        elif (error := self._failed(self.save)) is not None:
-            self._tell(f"no checkpoint of step {self.step}: the run goes on")
+        elif (error := self._failed()) is not None:
+            self._say(f"no checkpoint of step {self.step}: the run goes on")
             self._fail(error)
         if asked and not last:
             self.stopped = True
-            self._tell(f"{asked}: ended after {self.step} of {self._total} steps")
+            self._say(f"{asked}: ended after {self.step} of {self._total} steps")
 
     def _tell_of_gradients(self) -> None:
-        self._tell(f"step {self.step} is saved without the gradients that no `optimizer.step()` has used")
+        self._say(f"step {self.step} is saved without the gradients that no `optimizer.step()` has used")
 
     # -- saves ------------------------------------------------------------------------------
 
     def _save_last(self) -> None:
-        self.lost = error = self._failed(self._save_in_turn)
+        self.lost = error = self._failed()
         if error is None:
             return
         usual = "make room there, or look after its drive"
@@ -368,12 +365,11 @@ class Run:
         error.cure = f"{cure(getattr(error, 'errno', None), usual)}; then {then}"
         self.incomplete.append(error)
 
-    def _failed(self, save: Callable[[], None]) -> InfinityError | None:
+    def _failed(self) -> InfinityError | None:
         """Save; return why that failed, where the system has refused something. What is trained is whole."""
         assert self.root is not None
-        self._say_what_vanished(self.root)
         try:
-            save()
+            self.save()
         except CorruptionError:
             raise
         except (OSError, BackendError) as error:
@@ -388,33 +384,6 @@ class Run:
                 cure=cure(error.errno, "check the directory's permissions and the room on its drive"),
             )
         return None
-
-    def _save_in_turn(self) -> None:
-        """Save; wait for another process that is saving into the directory."""
-        waits = False
-        while True:
-            try:
-                return self.save()
-            except DirectoryError as error:
-                if error.errno != errno.EAGAIN:  # what a lock says that another one has
-                    raise
-            if not waits:
-                self._tell(f"another process saves into {self.root}: waits for it")
-            waits = True
-            time.sleep(_TURN)
-
-    def _say_what_vanished(self, root: str) -> None:
-        """Report directories of this run that were removed or unmounted during the run, each once."""
-        kept = [self.saved] if self.saved else []
-        for path in (root, *kept, *self.engine.config.directories):
-            if path not in self._vanished and not os.path.isdir(path):
-                self._vanished.add(path)
-                what = (
-                    "the files of this run have no name there, and take its room until the run ends"
-                    if path in self.engine.config.directories
-                    else "what was saved there is gone; it is made again, where its path now leads"
-                )
-                self._tell(f"{path} has vanished during the run: {what}")
 
     # -- words ------------------------------------------------------------------------------
 
@@ -443,10 +412,6 @@ class Run:
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
 
-    def _tell(self, text: str) -> None:
-        """Say what happens on the way."""
-        self._say(text)
-
     def _fail(self, error: InfinityError) -> None:
         """Keep and show why a checkpoint on the way is missing. One of a kind is shown, and kept, once: a run
         of a week may fail each hour in the same way."""
@@ -454,8 +419,5 @@ class Run:
         if kind not in self._kinds:
             self._kinds.add(kind)
             self.incomplete.append(error)
-            self._show(error)
-
-    def _show(self, error: InfinityError) -> None:
-        if self.first:
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+            if self.first:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)

@@ -12,14 +12,13 @@ import heapq
 import json
 import os
 import stat
-import statistics
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final, TextIO
 
 from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.paths import local_path
-from infinity.core.spans import FORMAT, LIMIT, Recording, Span, Time, span_cost
+from infinity.core.spans import LIMIT, Recording, Span, Time
 from infinity.version import __version__
 
 from .engine import Engine, engine_of
@@ -121,11 +120,6 @@ def trace(thing: object, path: str | os.PathLike[str], *, limit: int = LIMIT) ->
         )
 
 
-def is_trace(head: bytes) -> bool:
-    """Return whether a file that begins with `head` is a trace of infinity."""
-    return head.startswith(_BEGINNING.encode())
-
-
 def _check_replaceable(path: str) -> None:
     """Raise `DirectoryError` if something is there that is no trace: nothing of the user's is replaced."""
     try:
@@ -133,7 +127,7 @@ def _check_replaceable(path: str) -> None:
         if found is None:
             with open(path, "rb") as file:
                 head = file.read(len(_BEGINNING.encode()))
-            found = "a file that is no trace" if head and not is_trace(head) else None
+            found = "a file that is no trace" if head not in (b"", _BEGINNING.encode()) else None
     except FileNotFoundError:
         if not os.path.islink(path):
             return
@@ -191,15 +185,8 @@ def _write(file: TextIO, log: Recording, engine: Engine) -> None:
 def _about(log: Recording, engine: Engine) -> dict[str, Any]:
     """Return what a reader needs beside the spans. Bytes; times in ns."""
     config = engine.config
-    # As transfers number them, which need no arena where nothing of ours is on NVMe.
-    drives = [s.path for s in engine.store.stats()] or [*config.directories]
-    steps, spans = max(1, len(log.steps)), len(log.spans)
-    plain = span_cost()
-    measured = statistics.median(log.costs) if log.costs else 0.0
-    cost = plain * max(0, spans - len(log.costs)) + measured * len(log.costs)
     return {
         "infinity": __version__,
-        "format": FORMAT,
         "device": str(engine.device.torch_device),
         "update": config.update,
         "units": [unit.layout.name for unit in engine.units],
@@ -208,16 +195,10 @@ def _about(log: Recording, engine: Engine) -> dict[str, Any]:
             name: {tier.value: share for tier, share in shares.items()}
             for name, shares in config.placements.items()
         },
-        "nvme": drives,
-        "cost": {
-            "ns_per_span": cost / spans if spans else plain,
-            "spans_per_step": spans / steps,
-            "ns_per_step": cost / steps,
-        },
-        "spans": spans,
-        "limit_reached_ns": log.full_at - log.began if log.dropped else None,
+        # As transfers number them, which need no arena where nothing of ours is on NVMe.
+        "nvme": [s.path for s in engine.store.stats()] or [*config.directories],
+        "spans": len(log.spans),
         "dropped_spans": log.dropped,
-        "unfinished_transfers": engine.store.unfinished,
         "duration_ns": log.ended - log.began,
     }
 

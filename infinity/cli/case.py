@@ -6,14 +6,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from infinity.api.ranks import check_matrices, check_ranks, check_stage
-from infinity.api.this_machine import drive_here
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import NORM_BLOCK, Tier, parse_size
 from infinity.hardware.launch import RankPlace
 from infinity.planning.cures import (
@@ -26,9 +24,8 @@ from infinity.planning.cures import (
     of_config,
 )
 from infinity.planning.footprint import AHEAD, SMALLEST, whole_mebibytes
-from infinity.planning.footprint import room as room_of
 from infinity.planning.machine import Drive, Machine
-from infinity.planning.planner import Bandwidths, Plan, Planner, checkpoint_nbytes, step_bounds
+from infinity.planning.planner import Bandwidths, Plan, Planner, step_bounds
 
 from .machine import among, described, here
 from .settings import MOMENTS, RunSettings, TrainSettings
@@ -80,10 +77,6 @@ class Case:
         first = at.rank - at.local_rank
         self.machine = among(seen, settings, first, at.local_world, at.local_rank)
         self.machine = dataclasses.replace(self.machine, ranks=at.world, local_ranks=at.local_world)
-        self.place: str | None = None
-        if run.train.output is not None:
-            self.place = os.path.abspath(os.path.expanduser(run.train.output))
-            self.machine = dataclasses.replace(self.machine, output=_drive_of(self.place, machine))
         # The job's first rank alone builds the model: on its machine.
         scratch = self.workload.scratch() if at.rank == at.local_rank else ()
         model = self.workload.planned(self.config)
@@ -110,13 +103,7 @@ class Case:
         plan = self._plan(self.run, self.config, self.machine)
         if plan.fits:
             return plan
-        text = self._save_less(plan)
-        if not text:
-            changes = list(self._changes())
-            # Both too little memory, say, and too little room where checkpoints go.
-            moved = [] if self.place is None else changes
-            others = ({**change, "output": DIRECTORY} for change in moved)
-            text = cure(plan.problems, changes, self.judge, as_options, self._room_needed, others)
+        text = cure(plan.problems, self._changes(), self.judge, as_options, self._room_needed)
         if self.unnamed:
             where = f"in {DIRECTORY}"
             problems = [
@@ -126,24 +113,6 @@ class Case:
         else:
             problems = list(plan.problems)
         return dataclasses.replace(plan, problems=tuple(dataclasses.replace(p, cure=text) for p in problems))
-
-    def checkpoints(self, train: TrainSettings) -> int:
-        """Return how many checkpoints stand at once: a save completes before it removes the oldest."""
-        return 0 if train.output is None else train.keep_last + 1
-
-    def _save_less(self, plan: Plan) -> str:
-        """Return what to change about the checkpoints of `plan` where all else fits, or else ""."""
-        without = self.judge({"output": None})
-        if without is None or not without.fits or self.place is None:
-            return ""
-        found = []
-        fewer = {"keep_last": 1}
-        with_fewer = self.judge(fewer) if self.run.train.keep_last > 1 else None
-        if with_fewer is not None and with_fewer.fits:
-            found.append(as_options(fewer))
-        room = self.checkpoints(self.run.train) * checkpoint_nbytes(self.planner.model, self.config)
-        found.append(f"--output {DIRECTORY} ({DIRECTORY} on a drive with {room_of(room)} free)")
-        return ", or ".join(found)
 
     def activations(self, run: RunSettings, config: Config, room: int) -> Activations:
         """Return the activations that are on the device, where the host has `room` bytes for some."""
@@ -163,7 +132,6 @@ class Case:
             accumulation=train.accumulation,
             inputs=made.inputs,
             activations=lambda room: self.activations(run, config, room).peak,
-            checkpoints=self.checkpoints(train),
         )
 
     # -- changes ----------------------------------------------------------------------------
@@ -178,9 +146,9 @@ class Case:
     def _judged(self, change: Change, free: int | None) -> Plan:
         run = changed(self.run, change)
         config = self._of_rank(run.config())
-        return self._plan(run, config, self._with(run.train, config, free))
+        return self._plan(run, config, self._with(config, free))
 
-    def _with(self, train: TrainSettings, config: Config, free: int | None) -> Machine:
+    def _with(self, config: Config, free: int | None) -> Machine:
         """Return the machine with the drives that settings name; `free` are the bytes in `DIRECTORY`."""
         known = {d.directory: d for d in (*self.machine.drives, *self._offered())}
         if self.unnamed:
@@ -194,11 +162,7 @@ class Case:
                 drive = Drive(directory=directory, free=free, system=directory, ranks=ranks)
             # A drive that `infinity tune` has not measured makes all of them count alike.
             drives.append(dataclasses.replace(drive, weight=1.0) if strange else drive)
-        output = self.machine.output
-        if train.output == DIRECTORY != self.run.train.output:
-            there = [d for d in drives if d.directory == DIRECTORY]
-            output = there[0] if there else Drive(directory=DIRECTORY, free=free, system=DIRECTORY)
-        return dataclasses.replace(self.machine.with_drives(drives), output=output)
+        return self.machine.with_drives(drives)
 
     def _offered(self) -> tuple[Drive, ...]:
         """Drives of the description that the run does not name."""
@@ -325,7 +289,7 @@ class Case:
 
     def _rank(self, change: Change, bandwidths: Callable[[Machine], Bandwidths]) -> Any:
         run = changed(self.run, change)
-        machine = self._with(run.train, self._of_rank(run.config()), None)
+        machine = self._with(self._of_rank(run.config()), None)
         plan = self._judged(change, None)
         train = run.train
         bounds = step_bounds(
@@ -357,22 +321,3 @@ def changed(run: RunSettings, change: Mapping[str, Any]) -> RunSettings:
     train = dataclasses.replace(run.train, **{k: v for k, v in change.items() if k in of_train})
     engine = {**run.engine, **{k: v for k, v in change.items() if k not in of_train}}
     return dataclasses.replace(run, train=train, engine={k: v for k, v in engine.items() if v is not None})
-
-
-def _drive_of(path: str, machine: Machine | None) -> Drive | None:
-    """Return the drive that `path` is on, or will be: of a described machine (None if it has none such), or
-    of this one.
-
-    Raises:
-        DirectoryError: nothing can be made there.
-    """
-    if machine is not None:
-        above = [d for d in machine.drives if os.path.commonpath([d.directory, path]) == d.directory]
-        return max(above, key=lambda d: len(d.directory), default=None)
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    try:
-        return drive_here(path)
-    except DirectoryError as error:
-        error.cure = "--output DIR, a directory that this user may write to"
-        raise

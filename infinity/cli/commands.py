@@ -30,7 +30,8 @@ def import_deepspeed_command(**given: Any) -> Any:
     universal checkpoint. DeepSpeed is not needed, no code in the files runs, and values are copied piece by
     piece. infinity.load goes on from OUT. It returns what else DeepSpeed saved.
     """
-    return _imported("infinity.cli.imports").import_deepspeed_command(**given)
+    call = _imported("infinity.integrations.deepspeed.checkpoints").import_deepspeed
+    return _imported("infinity.cli.imports").import_command(call, **given)
 
 
 @click.command("import-dcp")
@@ -45,7 +46,8 @@ def import_dcp_command(**given: Any) -> Any:
     the state dicts of a model and of AdamW or Adam. No code in the files runs, and values are copied piece by
     piece. infinity.load goes on from OUT. It returns what else was saved.
     """
-    return _imported("infinity.cli.imports").import_dcp_command(**given)
+    call = _imported("infinity.integrations.dcp").import_dcp
+    return _imported("infinity.cli.imports").import_command(call, **given)
 
 
 @click.command("export")
@@ -84,7 +86,7 @@ def verify_command(**given: Any) -> Any:
 def tune_command(**given: Any) -> Any:
     """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
 
-    They are kept per drive, and `auto` uses them; the YAML that is printed goes into a configuration.
+    They are kept per drive, and `auto` uses them; the Config that is printed names them.
     Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
     result cannot be kept; it is printed then, too.
     """

@@ -32,7 +32,7 @@ from infinity.hardware import cores, probe
 from infinity.version import __version__
 
 from .console import finish, lines_of, sizes
-from .medium import MEMORY, NETWORK, Medium, describe_directory, medium_of, wear_of
+from .medium import MEMORY, NETWORK, describe_directory
 from .options import directories_argument, json_option
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -47,7 +47,6 @@ _OPTIONAL: Final = (
 _LEAST_CONTEXTS: Final = 1024  # requests of Linux AIO that a few rings take
 _LEAST_LOCKED: Final = 64 * MiB
 _LEAST_FREE: Final = GiB
-_WORN: Final = 0.8  # of a drive's rated endurance
 _TORCH_CURE: Final = "pip install torch"
 #: Names of arenas of older versions, in the subdirectory `infinity` of a directory.
 _OLD_ARENA: Final = re.compile(r"rank\d+\.arena")
@@ -106,7 +105,7 @@ def versions() -> Iterator[Finding]:
 
 
 def package() -> Iterator[Finding]:
-    """Whether `import infinity` is this package: the name also belongs to an unrelated one on PyPI."""
+    """Which copy of this package runs."""
     ours = Path(__file__).resolve().parents[1]
     version = _version(DISTRIBUTION)
     if version is None:
@@ -117,29 +116,7 @@ def package() -> Iterator[Finding]:
         yield note("distribution", text, "pip install again, or remove the other copy")
     else:
         yield note("distribution", f"{DISTRIBUTION} {version}")
-    if (other := _version("infinity")) is None:
-        yield note("name", "the unrelated PyPI package infinity is not installed")
-    else:
-        yield Finding(
-            "name",
-            ERROR,
-            f"the unrelated PyPI package infinity {other} is installed, too: `import infinity` may be either",
-            f"pip uninstall infinity && pip install --force-reinstall --no-deps {DISTRIBUTION}",
-        )
-    for other_path in shadows(ours, sys.path):
-        yield note("import", f"{other_path} is imported elsewhere as infinity", "move it away")
     yield note("import", f"infinity is {ours}")
-
-
-def shadows(ours: Path, path: Sequence[str]) -> list[Path]:
-    """Return what else on the module search path `path` is called infinity."""
-    found = []
-    for entry in dict.fromkeys(os.path.abspath(p or ".") for p in path):
-        for candidate in (Path(entry, "infinity", "__init__.py"), Path(entry, "infinity.py")):
-            place = candidate.parent if candidate.name == "__init__.py" else candidate
-            if candidate.is_file() and place.resolve() != ours:
-                found.append(place)
-    return found
 
 
 def native() -> Iterator[Finding]:
@@ -208,7 +185,6 @@ class Gpu(NamedTuple):
 
     number: int
     name: str
-    capability: str
     total: int
     free: int
     pci: str | None
@@ -226,8 +202,7 @@ def gpus() -> tuple[Gpu, ...]:
         facts: Any = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         pci = probe.pci_address(facts)
-        capability = f"{facts.major}.{facts.minor}"
-        found.append(Gpu(index, facts.name, capability, total, free, pci, probe.gpu_numa_node(pci)))
+        found.append(Gpu(index, facts.name, total, free, pci, probe.gpu_numa_node(pci)))
     return tuple(found)
 
 
@@ -269,16 +244,6 @@ def processors() -> Iterator[Finding]:
         text += f", shared by {limits.ranks} ranks"
     low = limits.quota is not None and limits.quota < 1
     yield note("cores", text, "raise the cgroup's cpu quota" if low else None)
-    threads = [cores.adam_threads(limits.mine, staged=staged, rings=1) for staged in (False, True)]
-    try:
-        of_torch = str(importlib.import_module("torch").get_num_threads())
-    except (ImportError, OSError):
-        of_torch = "as many as it likes, but it is not here,"
-    yield note(
-        "threads",
-        f"Adam takes {threads[0]} beside torch on the CPU, {threads[1]} with a GPU and one NVMe directory "
-        f"(less one for each more); torch takes {of_torch} and keeps them",
-    )
     nodes = probe.numa_nodes()
     if len(nodes) < 2:
         yield note("NUMA", "one node")
@@ -286,11 +251,6 @@ def processors() -> Iterator[Finding]:
     text = "; ".join(f"node {n.number}: {len(n.cpus)} cores, {format_size(n.memory)}" for n in nodes)
     used = [n.number for n in nodes if n.cpus & mine]
     across = len(used) > 1
-    own = {f"GPU {gpu.number}": gpu.numa_node for gpu in gpus()} or {"the CPU": None}
-    for name, node in own.items():
-        chosen = cores.choose_node(nodes, mine, node, ())
-        where = "where the kernel puts them" if chosen is None else f"on node {chosen}"
-        yield note("buffers", f"for {name} they are {where}, as far as there is room")
     yield note(
         "NUMA",
         f"{text}; this process may run on {', '.join(map(str, used))}",
@@ -341,13 +301,28 @@ def directory(path: str, *, clean: bool = False) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(path, ERROR, os.strerror(error.errno or 0), cure_of(path, error.errno))
         return
-    drive, medium = facts.drive, medium_of(path)
-    text = ", over ".join(medium.layers)
+    drive, text = facts.drive, facts.filesystem
     if drive is not None:
-        text += f" ({drive.model})" if drive.model else ""
+        text += f" on {drive.name}" + (f" ({drive.model})" if drive.model else "")
         text += "" if drive.numa_node is None else f", NUMA node {drive.numa_node}"
     yield note(path, text)
-    yield from _medium(path, medium)
+    for unfit, name, found, where in (
+        (facts.kind == MEMORY, "tier", "it is memory, not a drive", "on a drive"),
+        (
+            facts.kind == NETWORK,
+            "tier",
+            "it is behind a network: slower than a drive, and shared",
+            "on a local drive",
+        ),
+        (
+            facts.rotational,
+            "rotational",
+            "a disk that reads and writes a few hundred MB/s at most",
+            "on an SSD",
+        ),
+    ):
+        if unfit:
+            yield note(f"{path}: {name}", found, f"name a directory {where}")
     yield from _old_arenas(path, clean=clean)
     if not facts.writable:
         said = {errno.EROFS: "the file system is read-only", errno.ENOSPC: "the file system is full"}
@@ -367,38 +342,10 @@ def directory(path: str, *, clean: bool = False) -> Iterator[Finding]:
     )
     yield from _backends_of(path)
     placed = [gpu for gpu in gpus() if gpu.numa_node is not None]
-    if not placed and drive is not None:
-        chosen = cores.choose_node(probe.numa_nodes(), cores.allowed_cpus(), None, (drive.numa_node,))
-        if chosen is not None:
-            yield note(f"{path}: buffers", f"those of a run with this drive prefer node {chosen}")
     if drive is not None and drive.numa_node is not None and placed:
         near = [gpu.number for gpu in placed if gpu.numa_node == drive.numa_node]
         text = f"the drive's node {drive.numa_node} has " + (f"GPU {near}" if near else "no GPU")
         yield note(f"{path}: NUMA", text, None if near else "a drive near the GPU")
-
-
-def _medium(path: str, medium: Medium) -> Iterator[Finding]:
-    """What makes a directory unfit for state, though files can be made there."""
-    names = ", ".join(medium.drives)
-    slow = f"{names}: a rotational disk reads and writes a few hundred MB/s at most"
-    network = "it is behind a network: slower than a drive, and others share it"
-    file = "a file plays the drive: every byte passes two file systems"
-    for unfit, name, text, where in (
-        (medium.kind == MEMORY, "tier", "it is memory, not a drive", "on a drive"),
-        (medium.kind == NETWORK, "tier", network, "on a local drive"),
-        (medium.loop, "loop device", file, "on the drive that holds the file"),
-        (medium.rotational, "rotational", slow, "on an SSD"),
-    ):
-        if unfit:
-            yield note(f"{path}: {name}", text, f"name a directory {where}")
-    for name in medium.drives:
-        wear = wear_of(name)
-        if wear.used is None:
-            yield note(f"{path}: wear", f"{name}: unknown ({wear.why})")
-        else:
-            text = f"{name}: {wear.used:.0%} of the endurance that it is rated for is used"
-            worn = "another drive; infinity plan says what a run writes"
-            yield note(f"{path}: wear", text, worn if wear.used >= _WORN else None)
 
 
 def _old_arenas(path: str, *, clean: bool) -> Iterator[Finding]:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import signal
 import sys
 from types import FrameType
-from typing import Any, Final
-
-#: What stands for the characters that we print, where the terminal has them not.
-_PLAIN: Final = str.maketrans(
-    {"×": "x", "–": "-", "−": "-", "÷": "/", "µ": "u", "≥": ">=", "…": "...", "→": "->", "█": "#", "•": "*"}
-)
+from typing import Any
 
 
 def begin() -> None:
@@ -23,14 +17,13 @@ def begin() -> None:
     A standard descriptor that was closed (``>&-``) leads nowhere from now on. A file of ours would have its
     number, and what a library writes to its stderr would land in that file.
     """
-    codecs.register_error("infinity", _in_other_words)
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
     streams: tuple[Any, ...] = sys.stdout, sys.stderr
     for stream in streams:
         if stream is not None:
-            stream.reconfigure(errors="infinity")
+            stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_at_once)
@@ -42,13 +35,6 @@ def close_on_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
-
-
-def _in_other_words(error: UnicodeError) -> tuple[str | bytes, int]:
-    if isinstance(error, UnicodeEncodeError):
-        words = error.object[error.start : error.end].translate(_PLAIN)
-        return words.encode("ascii", "backslashreplace"), error.end
-    raise error
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:

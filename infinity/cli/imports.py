@@ -10,26 +10,15 @@ from typing import Any
 import click
 
 from infinity.api.checkpoint import Progress
-from infinity.integrations.dcp import import_dcp
-from infinity.integrations.deepspeed.checkpoints import import_deepspeed
 from infinity.integrations.foreign import Foreign
 
 from .console import finish, progress
 
 
-def import_deepspeed_command(directory: str, out: str, as_json: bool) -> None:
-    """Import as the parameters of the command say."""
-    _import(import_deepspeed, directory, out, as_json)
-
-
-def import_dcp_command(directory: str, out: str, as_json: bool) -> None:
-    """Import as the parameters of the command say."""
-    _import(import_dcp, directory, out, as_json)
-
-
-def _import(
+def import_command(
     call: Callable[[str, str, Progress], tuple[str, Foreign]], directory: str, out: str, as_json: bool
 ) -> None:
+    """Import as the parameters of a command say."""
     with progress() as tell:
         path, foreign = call(directory, out, partial(tell, "imported"))
     parameters = foreign.parameters.values()

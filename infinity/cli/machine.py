@@ -21,9 +21,9 @@ from infinity.core.sizes import parse_size
 from infinity.core.yaml_file import read_yaml
 from infinity.planning.machine import Drive, Machine
 
-from .options import FIGURE, is_figure
-
 _Lines = Mapping[str, Callable[[Any], Any] | None]
+#: Beyond these no figure of a plan would be a number any more.
+_LEAST, _MOST = 1e-6, 1e9
 _EXAMPLE: Final = "the sections device, host and drives, as docs/machine.yaml has them"
 
 
@@ -132,6 +132,7 @@ def load_machine(path: str) -> Machine:
         link=device.get("link"),
         dram=host.get("bandwidth"),
         tflops=device.get("tflops"),
+        network=host.get("network"),
     )
 
 
@@ -201,14 +202,14 @@ def _directory(value: object) -> str:
 
 
 def _figure(value: Any) -> float:
-    if not is_figure(value):
-        raise ConfigError("not a figure", expected=FIGURE)
+    if type(value) not in (int, float) or not _LEAST <= value <= _MOST:
+        raise ConfigError("not a figure", expected=f"a number from {_LEAST:g} to {_MOST:g}")
     return float(value)
 
 
 #: What reads each line of a section; lines that must be there.
 _DEVICE: Final[_Lines] = {"memory": parse_size, "link": _figure, "tflops": _figure}
-_HOST: Final[_Lines] = {"memory": parse_size, "bandwidth": _figure}
+_HOST: Final[_Lines] = {"memory": parse_size, "bandwidth": _figure, "network": _figure}
 _TEMPORARY: Final[_Lines] = {"directory": _directory, "capacity": parse_size}
 _DRIVE: Final[_Lines] = {**_TEMPORARY, **dict.fromkeys(("read", "write", "endurance"), _figure)}
 _NEEDED: Final = ("host", "memory", "directory", "capacity")

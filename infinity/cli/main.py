@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import sys
@@ -34,9 +33,6 @@ VERBS: Final[dict[str, tuple[str, str]]] = {
 
 #: What the system says of an output that takes no more.
 _OUTPUT: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-
-#: Verbs that take settings of the engine as options.
-_WITH_OPTIONS: Final = ("plan", "verify")
 
 
 class _Verbs(LazyGroup):
@@ -72,8 +68,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = cli.main(args=arguments, prog_name="infinity", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except InfinityError as error:
-        if next((word for word in arguments if word in VERBS), None) in _WITH_OPTIONS:
-            importlib.import_module("infinity.cli.settings").say_in_options(error)
         error.cure = cure(getattr(error, "errno", None), error.cure or "") or None
         show_error(error)
         if "--json" in arguments:

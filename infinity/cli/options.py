@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,21 +11,10 @@ import click
 
 from infinity.core.errors import ConfigError
 from infinity.core.paths import local_path
-from infinity.core.sizes import parse_size
 
 Decorator = Callable[[Any], Any]
 json_option: Final = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 device_option: Final = click.option("--device", help="cpu, cuda or cuda:N. Default: cuda where there is one.")
-
-#: Beyond these no figure of a plan would be a number any more.
-_LEAST, _MOST = 1e-6, 1e9
-FIGURE: Final = f"a number from {_LEAST:g} to {_MOST:g}"
-
-
-def is_figure(value: object) -> bool:
-    """Return whether `value` may be a rate of hardware, or what it is rated for: see `FIGURE`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and _LEAST <= value <= _MOST  # type: ignore[operator]
 
 
 def named(_: click.Context, parameter: click.Parameter, path: str) -> str:
@@ -53,48 +41,15 @@ def directories_argument(*, required: bool = True) -> Decorator:
     return click.argument("directories", nargs=-1, required=required, metavar=metavar, callback=_absolute)
 
 
-def words_option(
-    flag: str, variable: str, known: Sequence[str], text: str, *, what: str | None = None
-) -> Decorator:
-    """Return an option that takes `known` words: given again, or several at once with commas.
+def several(of: Any) -> Callable[..., tuple[Any, ...]]:
+    """Return the callback of an option that takes values of a type, with commas between them."""
+    kind: Any = click.types.convert_type(of)
 
-    A command that is given another one raises ConfigError, which says `what` is wrong.
-    """
+    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[Any, ...]:
+        parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+        return tuple(dict.fromkeys(kind.convert(part, parameter, context) for part in parts))
 
-    def parse(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(_listed(values)))
-        for word in words:
-            if word not in known:
-                close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) or known
-                raise ConfigError(
-                    what or f"unknown {flag}",
-                    expected=", ".join(known),
-                    found=repr(word),
-                    cure=f"{flag} {close[0]}",
-                )
-        return words
-
-    return click.option(flag, variable, multiple=True, callback=parse, help=text)
-
-
-def numbers_option(flag: str, variable: str, text: str, *, size: bool = False) -> Decorator:
-    """Return an option that takes numbers, or sizes in bytes, in the same way."""
-
-    def parse(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[int, ...]:
-        try:
-            return tuple(parse_size(v, flag[2:]) if size else int(v) for v in _listed(values))
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(
-                f"{flag} is not a number", expected="4, or 4,16", found=", ".join(values), cure=f"{flag} 4"
-            ) from error
-
-    return click.option(flag, variable, multiple=True, callback=parse, help=text)
-
-
-def _listed(values: Sequence[str]) -> list[str]:
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+    return parse
 
 
 class LazyGroup(click.Group):

@@ -16,12 +16,12 @@ from infinity.core.sizes import Tier, format_size
 from infinity.hardware.launch import RankPlace
 from infinity.planning.cures import as_settings
 from infinity.planning.machine import Machine
-from infinity.planning.planner import Bandwidths, Plan, Wear, step_bounds, wear
+from infinity.planning.planner import Bandwidths, Plan, Wear, checkpoint_nbytes, step_bounds, wear
 
 from .case import Case, changed
 from .console import finish, table_of
 from .machine import load_machine
-from .options import FIGURE, is_figure, json_option
+from .options import json_option
 from .plot import draw_plan, plot_option
 from .settings import PRESET_DTYPE, RunCommand, read_run, run_options
 
@@ -39,10 +39,10 @@ def shares_of(machine: Machine) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def bandwidths_of(machine: Machine, given: Bandwidths) -> Bandwidths:
-    """Return what the hardware does for each rank: as `given`, else as the machine is described. Of all
-    drives together: the one whose share takes longest decides."""
-    found: dict[str, float | None] = {"link": machine.link, "dram": machine.dram, "tflops": machine.tflops}
+def bandwidths_of(machine: Machine) -> Bandwidths:
+    """Return what the hardware does for each rank, as the machine is described. Of all drives together: the
+    one whose share takes longest decides."""
+    found = {name: getattr(machine, name) for name in ("link", "dram", "tflops", "network")}
     for name, rates in (
         ("nvme_read", [d.read for d in machine.drives]),
         ("nvme_write", [d.write for d in machine.drives]),
@@ -50,18 +50,14 @@ def bandwidths_of(machine: Machine, given: Bandwidths) -> Bandwidths:
         known = [r for r in rates if r is not None]
         if known and len(known) == len(rates):
             found[name] = min(r / s for r, s in zip(known, shares_of(machine), strict=True))
-    found |= {k: v for k, v in dataclasses.asdict(given).items() if v is not None}
     ranks = max((d.ranks for d in machine.drives), default=1)
     shared = {"nvme_read": ranks, "nvme_write": ranks, "dram": machine.local_ranks}
     return Bandwidths(**{k: None if v is None else v / shared.get(k, 1) for k, v in found.items()})
 
 
-def wear_of(plan: Plan, machine: Machine, steps: int, endurance: float | None) -> Wear:
-    """Return what a run means for its drives; the one that wears out first decides. `endurance`: TB that
-    each is rated for; None: as the machine is described."""
+def wear_of(plan: Plan, machine: Machine, steps: int) -> Wear:
+    """Return what a run means for its drives; the one that wears out first decides."""
     rated = [ENDURANCE if d.endurance is None else d.endurance for d in machine.drives]
-    if endurance is not None:
-        rated = [endurance] * len(rated)
     ranks = max((d.ranks for d in machine.drives), default=1)
     written = [s * d.ranks / ranks for s, d in zip(shares_of(machine), machine.drives, strict=True)]
     most = min((r / w for r, w in zip(rated, written, strict=True)), default=ENDURANCE)
@@ -91,8 +87,7 @@ def plan_as_dict(case: Case, plan: Plan, worn: Wear, bandwidths: Bandwidths) -> 
         "host": dict(taken.host),
         "nvme": dict(taken.nvme),
         "activations": activations._asdict(),
-        "checkpoints": case.checkpoints(run.train),
-        "checkpoints_in": case.place,
+        "checkpoint": checkpoint_nbytes(case.planner.model, config),
         "standing": [{**dataclasses.asdict(s), "needed": s.needed} for s in plan.standing],
         "per_step": {"tokens": tokens * case.at.world, **dataclasses.asdict(plan.traffic)},
         "wear": {**dataclasses.asdict(worn), "share": worn.share, "steps": train.steps},
@@ -123,21 +118,6 @@ def _beneath(found: Translation, ranks: int) -> dict[str, dict[str, Any]]:
     return {"engine": found.settings, "train": {k: v for k, v in train.items() if v is not None}}
 
 
-def _figure(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not is_figure(value):
-        option = parameter.opts[0]
-        raise ConfigError(
-            f"{option} cannot be used",
-            expected=FIGURE,
-            found=repr(value),
-            cure=f"leave {option} out, or give what the hardware does",
-        )
-    return value
-
-
-_figure_option = functools.partial(click.option, type=float, callback=_figure)
-
-
 @click.command("plan", cls=RunCommand)
 @run_options
 @click.option(
@@ -155,13 +135,6 @@ _figure_option = functools.partial(click.option, type=float, callback=_figure)
 @click.option("--ranks", type=int, default=1, help="How many ranks train the model together. [1]")
 @click.option("--ranks-per-node", type=int, help="How many of them share a machine. [all]")
 @click.option("--fit", is_flag=True, help="Find the fastest placement that fits, and print its Config.")
-@_figure_option("--endurance-tbw", help=f"TB a drive is rated for. [as described, or {ENDURANCE:.0f}]")
-@_figure_option("--nvme-read", help="GB/s of all drives together, for bounds on a step's time.")
-@_figure_option("--nvme-write", help="GB/s of all drives together.")
-@_figure_option("--link", help="GB/s between host and device.")
-@_figure_option("--dram", help="GB/s of host memory.")
-@_figure_option("--tflops", help="TFLOP/s that the device reaches.")
-@_figure_option("--network", help="GB/s that a rank can send to others.")
 @plot_option
 @json_option
 def plan_command(
@@ -170,7 +143,6 @@ def plan_command(
     ranks: int,
     ranks_per_node: int | None,
     fit: bool,
-    endurance_tbw: float | None,
     plot: str | None,
     as_json: bool,
     **given: Any,
@@ -194,7 +166,6 @@ def plan_command(
             found=here,
             cure=f"--ranks-per-node {fewer}, or --ranks {ranks + -ranks % here}",
         )
-    said = Bandwidths(**{each.name: given.pop(each.name) for each in dataclasses.fields(Bandwidths)})
     at = RankPlace(world=ranks, local_world=here)
     machine = None if machine_file is None else load_machine(machine_file)
     theirs = None
@@ -202,19 +173,15 @@ def plan_command(
         from infinity.integrations.deepspeed.settings import translate
 
         dtype = given.get("dtype") or PRESET_DTYPE
-        try:
-            theirs = translate(deepspeed_file, SimpleNamespace(fp16=dtype == "fp16", bf16=dtype == "bf16"))
-        except ConfigError as error:
-            vars(error)["in_options"] = False  # it names keys of the file
-            raise
+        theirs = translate(deepspeed_file, SimpleNamespace(fp16=dtype == "fp16", bf16=dtype == "bf16"))
     run = read_run(given, theirs and _beneath(theirs, ranks))
     case = Case(run, machine, at=at)
-    found = case.fastest(lambda m: bandwidths_of(m, said)) if fit else None
+    found = case.fastest(bandwidths_of) if fit else None
     if found is not None:
         case = Case(changed(case.run, found), machine, at=at)
     plan = case.plan()
-    worn = wear_of(plan, case.machine, case.run.train.steps, endurance_tbw)
-    result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine, said))
+    worn = wear_of(plan, case.machine, case.run.train.steps)
+    result = plan_as_dict(case, plan, worn, bandwidths_of(case.machine))
     if theirs is not None:
         result["notes"] = theirs.notes
     if found is not None:
@@ -257,12 +224,8 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
     for there in result["standing"]:
         if there["scratch"]:
             row("disk", f"the model as it is built, in {there['directory']}", there["scratch"])
-    for there in result["standing"]:
-        if there["checkpoints"]:
-            row("disk", f"{result['checkpoints']} checkpoint(s)", there["checkpoints"])
+    row("disk", "a checkpoint, where you save it", result["checkpoint"])
     console.print(table)
-    if case.place is not None:
-        console.print(f"Checkpoints go to {case.place}", markup=False, soft_wrap=True)
     inputs, room = result["activations"]["inputs"], result["host"].get("activations", 0)
     if case.config.activations == "host" and not inputs:
         console.print("No block is recomputed, so no activation goes to the host (--recompute).")
@@ -302,8 +265,6 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         slowest = max(bounds, key=lambda k: bounds[k])
         parts = ", ".join(f"{k} {v:.3g} s" for k, v in sorted(bounds.items(), key=lambda kv: -kv[1]))
         console.print(f"A step takes at least {bounds[slowest]:.3g} s, for {slowest} ({parts}).")
-    if result["checkpoints"] and not any(there["checkpoints"] for there in result["standing"]):
-        console.print("Where checkpoints go (--output) is not described: not checked.")
     if case.described is not None and not result["standing"]:
         console.print(
             f"Where the model is built ({format_size(sum(case.workload.scratch()))}) is not described: "

@@ -104,8 +104,7 @@ def draw_io(path: str, result: Mapping[str, Any], needed: float | None) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for case in result["cases"]:
         where = f", {', '.join(case['directories'])}" if len(result["directories"]) > 1 else ""
-        adam = " beside Adam" if case["adam_beside"] else ""
-        name = f"{case['pattern']}{adam}, {case['backend']}, {format_size(case['block_bytes'])}{where}"
+        name = f"{case['pattern']}, {case['backend']}, {format_size(case['block_bytes'])}{where}"
         lines.setdefault(name, []).append((case["queue_depth"], case["bytes_per_second"] / 1e9))
     with figure_in(path, 9, 5) as figure:
         axes = figure.subplots()

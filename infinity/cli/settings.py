@@ -28,8 +28,7 @@ from typing import (
 import click
 
 from infinity.core.config import Config, Directories, Size, Tiers
-from infinity.core.errors import ConfigError, InfinityError
-from infinity.core.paths import local_path
+from infinity.core.errors import ConfigError
 from infinity.core.sizes import format_size
 from infinity.planning.parts import ADAM
 
@@ -88,18 +87,12 @@ class TrainSettings:
         "adamw", "What updates the parameters; muon: AdamW updates all but inner matrices."
     )
     recompute: bool = _setting(False, "Compute blocks again in the backward.")
-    output: str | None = _setting(None, "A directory for checkpoints, whose room is checked.")
-    keep_last: int = _setting(2, "Checkpoints that stay there; one more stands there during a save.", least=1)
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
             value, least = getattr(self, each.name), each.metadata["least"]
             if least is not None and value < least:
                 _wrong("train", each.name, f"at least {least}", value)
-        if self.output == "":
-            _wrong("train", "output", "a directory", self.output)
-        if self.output is not None:
-            local_path(self.output, "--output", "runs/1")
         if self.optimizer not in MOMENTS:
             _unknown("optimizer", self.optimizer, tuple(MOMENTS))
 
@@ -243,76 +236,20 @@ def _options(section: str, described: Mapping[str, str]) -> Iterator[Option]:
 OPTIONS: Final = tuple(option for section in _SECTIONS for option in _options(section, _described()))
 
 
-# ---- errors in the words of the command line: ``--nvme DIR`` where a program writes ``nvme="..."`` ----
-
-_OF_ENGINE: Final = {option.name: option for option in OPTIONS if option.section == "engine"}
-_NAMES: Final = "|".join(sorted(_OF_ENGINE, key=len, reverse=True))
-_VALUE: Final = r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|'[^']*'|[\w.+-]+|"
-#: ``name=value``; ``the setting name``; or a name that is no English word.
-_SETTING: Final = re.compile(
-    rf"(?<![\w./-])(?:(?:the )?setting (?P<called>{_NAMES})\b|(?P<name>{_NAMES})=(?P<value>{_VALUE})"
-    rf"|(?P<alone>{'|'.join(name for name in _OF_ENGINE if '_' in name)})\b(?!=))"
-)
-
-
-def in_options(text: str) -> str:
-    """Return `text` with each setting of the engine named as an option."""
-    return _SETTING.sub(_as_option, text)
-
-
-def say_in_options(error: InfinityError) -> None:
-    """Have an error name settings as options."""
-    if not getattr(error, "in_options", True):
-        return
-    for part in ("what", "expected", "found", "cure"):
-        text = getattr(error, part)
-        if isinstance(text, str):
-            setattr(error, part, in_options(text))
-
-
-def _as_option(match: re.Match[str]) -> str:
-    option = _OF_ENGINE[match["called"] or match["name"] or match["alone"]]
-    value, (flag, _, no) = match["value"], option.flags.partition("/")
-    if no and (not value or value in ("True", "False")):
-        return no if value == "False" else flag
-    if value == "None":
-        return f"no {option.flags}"
-    if option.kind.metavar == "DIR" and value is not None:
-        return f"{option.flags} DIR"
-    return f"{option.flags} {_as_argument(option, value)}" if value else option.flags
-
-
-def _as_argument(option: Option, value: str) -> str:
-    if value.startswith("{"):
-        return re.sub(r"[\s\"'{}]", "", value)
-    if option.kind.metavar == "NAME":
-        return re.sub(r"[\s\"'\[\]]", "", value).strip(".") or "NAME"
-    return value.strip("\"'")
-
-
-def setting_options(options: Sequence[Option]) -> Callable[[F], F]:
-    """Return what decorates a command with `options`, all of them unset by default."""
-
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            kind = option.kind
-            function = click.option(
-                option.flags,
-                option.name,
-                type=kind.type,
-                metavar=kind.metavar,
-                multiple=kind.many,
-                default=None,
-                help=in_options(option.help),
-            )(function)
-        return function
-
-    return decorate
-
-
 def run_options(function: F) -> F:
-    """Decorate a command with the options of a run."""
-    return setting_options(OPTIONS)(function)
+    """Decorate a command with the options of a run, all of them unset by default."""
+    for option in reversed(OPTIONS):
+        kind = option.kind
+        function = click.option(
+            option.flags,
+            option.name,
+            type=kind.type,
+            metavar=kind.metavar,
+            multiple=kind.many,
+            default=None,
+            help=option.help,
+        )(function)
+    return function
 
 
 class RunCommand(click.Command):

@@ -32,6 +32,7 @@ from infinity.core.errors import ConfigError, DirectoryError
 from infinity.core.sizes import KiB, MiB, format_size
 from infinity.hardware.aio import BACKENDS, available_backends
 from infinity.hardware.tuned import VERSION, TunedSettings, drive_key, entries, parse, settings_file
+from infinity.planning.cures import as_settings
 
 _BLOCKS: Final = (256 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB)
 _DEPTHS: Final = (4, 8, 16, 32, 64)
@@ -197,7 +198,7 @@ def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) ->
     file = settings_file()
     temporary = None
     try:
-        devices = {key: kept for key, entry in entries().items() if (kept := _kept(entry)) is not None}
+        devices = {key: entry for key, entry in entries().items() if parse(entry) is not None}
         devices[drive_key(path)] = {
             **settings._asdict(),
             "measured": dict(measured),
@@ -219,35 +220,23 @@ def remember(path: str, settings: TunedSettings, measured: Mapping[str, Any]) ->
             path=str(file),
             expected="a file that this user may write",
             found=os.strerror(error.errno or 0),
-            cure="set XDG_CONFIG_HOME to a writable directory, or use --no-store and paste the YAML",
+            cure="set XDG_CONFIG_HOME to a writable directory, or use --no-store and the Config that is "
+            "printed",
         ) from error
     return file
 
 
-def _kept(entry: Any) -> dict[str, Any] | None:
-    """Return what of another drive's entry goes into the file again: settings and single figures; None: it is
-    damaged."""
-    settings = parse(entry)
-    if settings is None:
-        return None
-    measured = entry.get("measured")
-    figures = measured.items() if isinstance(measured, dict) else ()
-    plain = {name: value for name, value in figures if type(value) in (int, float, str)}
-    return {**settings._asdict(), "measured": plain, "when": str(entry.get("when"))[:40]}
-
-
-def as_yaml(found: Sequence[tuple[str, Settings]]) -> str:
-    """Return the section `engine` of a configuration. It has one set of sizes for all directories: the
-    largest that one of them needs."""
-    block = max(settings.block_bytes for _, settings in found)
-    depth = max(settings.queue_depth for _, settings in found)
+def as_config(found: Sequence[tuple[str, Settings]]) -> str:
+    """Return the `Config` of a run on these directories. It has one set of sizes for all of them: the largest
+    that one of them needs."""
     backends = {settings.backend for _, settings in found}
-    names = "".join(f"\n    - {json.dumps(directory)}" for directory, _ in found)
-    size = f"{block // MiB}MiB" if block % MiB == 0 else f"{block // KiB}KiB"
-    backend = backends.pop() if len(backends) == 1 else "auto"
-    return (
-        f"engine:\n  nvme:{names}\n  block_bytes: {size}\n  queue_depth: {depth}\n  aio_backend: {backend}\n"
-    )
+    settings = {
+        "nvme": [directory for directory, _ in found],
+        "block_bytes": max(settings.block_bytes for _, settings in found),
+        "queue_depth": max(settings.queue_depth for _, settings in found),
+        "aio_backend": backends.pop() if len(backends) == 1 else "auto",
+    }
+    return f"infinity.Config({as_settings(settings)})"
 
 
 def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_json: bool) -> int:
@@ -266,9 +255,8 @@ def tune_command(directories: tuple[str, ...], seconds: float, store: bool, as_j
                 except DirectoryError as error:
                     lost = error
     stored = None if kept is None or lost else str(kept)
-    code = finish(
-        {"tuned": rows, "yaml": as_yaml(found), "stored": stored}, show, as_json=as_json, failed=bool(lost)
-    )
+    result = {"tuned": rows, "config": as_config(found), "stored": stored}
+    code = finish(result, show, as_json=as_json, failed=bool(lost))
     if lost is not None:
         click.echo(f"error: {lost}", err=True)
     return code
@@ -290,5 +278,4 @@ def show(result: Mapping[str, Any]) -> None:
         )
     if result["stored"] is not None:
         console.print(f"kept in {result['stored']}; aio_backend: auto uses it", markup=False)
-    console.print()
-    click.echo(result["yaml"], nl=False)
+    console.print(result["config"], markup=False, soft_wrap=True)

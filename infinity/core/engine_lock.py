@@ -61,7 +61,7 @@ class EngineLock:
         lock. Does nothing for a guest, and for a use that has begun already. `reset` does not end a `Hold`.
 
         Raises:
-            ThreadError: another thread has held the lock for `limit` seconds, or waits for this one.
+            ThreadError: another thread has held the lock for `limit` seconds.
         """
         who = threading.get_ident() if who is None else who
         if self._holder.setdefault("", who) != who:
@@ -152,20 +152,11 @@ class EngineLock:
             _WAITING.pop(who, None)
 
     def _wait_long(self, who: int) -> None:
-        until, stale, circles = time.monotonic() + self._limit, 0, 0
+        until, stale = time.monotonic() + self._limit, 0
         while (holder := self._holder.setdefault("", who)) != who:
             self._bell.wait(lambda: not self._holder, POLL)
             if self._holder.get("") != holder:
                 continue
-            circles = circles + 1 if _waits_for(holder, who) else 0
-            if circles > 1:
-                raise ThreadError(
-                    "two threads wait for each other",
-                    expected="the same order of models in all threads that use several",
-                    found=f"{_name(holder)} holds this model and waits for one that {_name(who)} holds",
-                    cure="gather everything that each thread needs in one `gathered`, or use one model after "
-                    "the other",
-                )
             ours = _is_started_here(holder)
             goes_on = is_inside(holder) or (not ours and _others_go_back(who))
             stale = 0 if self._lasts() or goes_on else stale + 1
@@ -187,16 +178,6 @@ class EngineLock:
 
 #: The lock that each thread waits for, by its number.
 _WAITING: dict[int, EngineLock] = {}
-
-
-def _waits_for(waiting: int, who: int) -> bool:
-    """Return whether a thread waits for `who`, or for one that does."""
-    for _ in range(len(_WAITING)):
-        lock = _WAITING.get(waiting)
-        waiting = lock.holder if lock is not None else 0
-        if waiting in (0, who):
-            return waiting == who
-    return False
 
 
 def is_inside(ident: int | None = None) -> bool:

@@ -36,30 +36,12 @@ def optional(package: str, extra: str | None, *names: str) -> list[Any]:
 
 
 def broken(package: str, error: BaseException) -> DataError:
-    """Return the error for a package that cannot be imported. It names the package that causes this."""
+    """Return the error for a package that cannot be imported, with what was raised first."""
     while error.__cause__ is not None:
         error = error.__cause__
-    blamed = _blamed(package, error)
-    through = "" if blamed == package else f", which {package} imports,"
-    again = f"pip install --force-reinstall {blamed}"
-    if blamed.startswith("torch"):  # built for one version of torch
-        again += ", in the version that belongs to this torch"
-    leave = "" if blamed == package else f"; or, if nothing needs it, pip uninstall {blamed}"
     return DataError(
-        f"{blamed}{through} is installed, but cannot be imported",
-        expected=f"a {blamed} that fits the other packages",
+        f"{package} is installed, but cannot be imported",
+        expected="packages of versions that go together",
         found=f"{type(error).__name__}: {error}",
-        cure=again + leave,
+        cure=f"pip install --force-reinstall {package}, or the package that the error names",
     )
-
-
-def _blamed(package: str, error: BaseException) -> str:
-    """Return the package whose code `package` was calling when `error` was raised; else `package` itself."""
-    modules = []
-    trace = error.__traceback__
-    while trace is not None:
-        modules.append(trace.tb_frame.f_globals.get("__name__", "").split(".")[0])
-        trace = trace.tb_next
-    last = max((i for i, name in enumerate(modules) if name == package), default=-1)
-    others = (name for name in modules[last + 1 :] if name not in ("importlib", "infinity", ""))
-    return next((name for name in others if last >= 0), package)

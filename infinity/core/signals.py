@@ -72,18 +72,15 @@ class Asked:
                     signal.signal(number, self._ask)
 
     def give_back(self, numbers: Iterable[int] = (*ENDING, signal.SIGUSR1)) -> None:
-        """Restore the handlers. After a SIGHUP, and in a command that was asked to end, ignore the next
-        SIGHUP: the process is about to end, and the signal must not disturb that. SIGUSR1 never becomes fatal
-        again: a scheduler may send it late, to a run that has just saved all it has."""
+        """Restore the handlers. After a SIGHUP, ignore the next one: the process is about to end, and the
+        signal must not disturb that. SIGUSR1 never becomes fatal again: a scheduler may send it late, to a
+        run that has just saved all it has."""
         for number in self._before.keys() & set(numbers):
             before = self._before.pop(number)
             now = signal.getsignal(number)
-            if number == signal.SIGTERM and self._terminated and before is end:
-                continue  # it ends the command as before, but for one that comes at once
-            ends = self._hung_up or (self.came and before is end)
-            if number == signal.SIGHUP and now == self._ask and ends:
+            if number == signal.SIGHUP and now == self._ask and self._hung_up:
                 signal.signal(number, ignore)
-            elif now in (self._ask, end) or (now is ignore and before is not end):
+            elif now in (self._ask, end, ignore):
                 late = number == signal.SIGUSR1 and before is signal.SIG_DFL
                 signal.signal(number, ignore if late else before)
 

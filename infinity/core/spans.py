@@ -14,7 +14,6 @@ waits: the two count as one.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
@@ -33,8 +32,6 @@ _BOUND: Final = 0.75
 _LITTLE: Final = 0.01
 #: A trace keeps this many spans, about 25 MB, and counts those beyond.
 LIMIT: Final = 100_000
-#: Of a trace's file: of its own part, ``otherData``.
-FORMAT: Final = 1
 
 now = time.perf_counter_ns
 
@@ -63,9 +60,7 @@ class Recording:
         self.spans: list[Span] = []
         self.steps: list[tuple[int, int]] = []  # begin and end of each step()
         self.dropped = 0
-        self.full_at = 0  # when the first span was dropped
         self.moment = moment
-        self.costs: list[int] = []  # see `add_cost`
         self._limit = limit
         # The user's thread: who is computing, innermost last, and since when.
         self._inside: list[tuple[object, str, int]] = []
@@ -87,14 +82,8 @@ class Recording:
         """Add a span."""
         if len(self.spans) < self._limit:
             self.spans.append((kind, detail, unit, chunk, directory, begin, end, nbytes))
-            return
-        self.full_at = self.full_at or now()
-        self.dropped += 1
-
-    def add_cost(self, ns: int) -> None:
-        """Add the cost of recording a span that costs more than an append."""
-        if len(self.costs) < self._limit:
-            self.costs.append(ns)
+        else:
+            self.dropped += 1
 
     def enter(self, owner: object, phase: str, unit: int) -> None:
         """The user's thread computes for `owner` from here on (until `leave`)."""
@@ -135,7 +124,6 @@ class Recording:
         self._since = end = now() if until is None else until
         if self.moment is not None and moment is None:
             moment = self.moment()
-            self.add_cost(now() - end)
         self._device_since = moment
         if self._inside:
             _, phase, unit = self._inside[-1]
@@ -196,9 +184,7 @@ class Recorder:
         begin = now()
         if log is None or log.moment is None:
             return begin, None
-        moment = log.moment()
-        log.add_cost(now() - begin)
-        return begin, moment
+        return begin, log.moment()
 
     def waited(self, wait: Wait, *causes: tuple[str, int], unit: int = -1) -> None:
         """It has waited: for each cause in turn, until the time that goes with it (at most; 0: the
@@ -267,17 +253,3 @@ class Recorder:
             f"; your thread waited {waited:.0%}, most of it for {_WAITS[cause]}" if waited >= _LITTLE else ""
         )
         return f"bound by waiting: {said}{then}"
-
-
-def span_cost() -> float:
-    """Return the ns that recording a piece of forward takes on this machine, now: a median. Of all spans that
-    cost one append, this one costs most."""
-    count, rounds = 1000, []
-    for _ in range(7):
-        log, owner = Recording(), object()
-        begin = now()
-        for _ in range(count):
-            log.enter(owner, "", 0)
-            log.leave(owner)
-        rounds.append((now() - begin) / count)
-    return statistics.median(rounds)

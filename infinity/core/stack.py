@@ -30,22 +30,11 @@ def _from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def user_place() -> str:
-    """Return where the main thread is: the innermost line outside of libraries, the function that it calls,
-    and the place in a library: "`barrier` at train.py:33 (`_wait` at torch/distributed/x.py:7)"."""
-    innermost = called = None
-    for frame in frames(threading.main_thread().ident):
-        innermost = innermost or frame
-        path = frame.f_code.co_filename
-        if not path.startswith((*_LIBRARIES, "<frozen")) and "-packages/" not in path:
-            name = (called or frame).f_code.co_name
-            within = "" if called in (None, innermost) else f" ({_place(innermost)})"
-            return f"`{name}` at {_line_of(frame)}{within}"
-        called = frame
-    return _place(innermost) if innermost is not None else "no Python code"
-
-
-def _place(frame: FrameType) -> str:
-    return f"`{frame.f_code.co_name}` at {_line_of(frame)}"
+    """Return where the main thread is: the innermost line outside of libraries, if there is one."""
+    found = list(frames(threading.main_thread().ident))
+    outside = (f for f in found if not f.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")))
+    frame = next((f for f in outside if "-packages/" not in f.f_code.co_filename), next(iter(found), None))
+    return "no Python code" if frame is None else f"`{frame.f_code.co_name}` at {_line_of(frame)}"
 
 
 def _line_of(frame: FrameType) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from .errors import OutOfMemoryError
-from .system_errors import thread_limits
+from .system_errors import THREAD_LIMITS
 
 
 def start(thread: threading.Thread) -> None:
@@ -23,5 +23,5 @@ def start(thread: threading.Thread) -> None:
             f"the system refused the thread {thread.name!r}",
             expected="room for its stack, and one thread more",
             found=str(error),
-            cure=f"raise the limit that this process has reached: {thread_limits()}",
+            cure=f"raise the limit that this process has reached: {THREAD_LIMITS}",
         ) from error

@@ -61,8 +61,8 @@ class Bell:
                 cure=f"{OF_A_FORK}; or fork while no update is under way, after `infinity.flush(optimizer)`: "
                 "then a fork reads parameters that are on the device",
             )
-        if locks.checking:
-            locks.may_wait()
+        if locks.before_wait is not None:
+            locks.before_wait()
         if look is not None:
             look(self)
         sleeper = _thread.allocate_lock()

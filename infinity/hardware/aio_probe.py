@@ -25,7 +25,7 @@ import threading
 from typing import Any, Final
 
 from infinity.core.errors import BackendError, DirectoryError
-from infinity.core.system_errors import thread_limits
+from infinity.core.system_errors import THREAD_LIMITS
 
 from .aio_native import ALIGNMENT, ffi, lib
 from .direct_file import DirectFile, dio_offset_align
@@ -249,5 +249,5 @@ def _first_that_works(file: DirectFile | None) -> tuple[str, str]:
         "no I/O backend works here",
         expected="one of " + ", ".join(BACKENDS),
         found="; ".join(refused),
-        cure=f"raise the limit that is named above; of threads, it is {thread_limits()}",
+        cure=f"raise the limit that is named above; of threads, it is {THREAD_LIMITS}",
     )

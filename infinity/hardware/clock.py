@@ -59,10 +59,6 @@ def timed(
     if log is None or clock is None:
         yield
         return
-    called = now()
     begin = clock.moment(stream)
-    took = now() - called
     yield
-    called = now()
     log.add(kind, begin, clock.moment(stream), chunk=chunk, nbytes=nbytes)
-    log.add_cost(took + now() - called)

@@ -462,16 +462,6 @@ class Ranks(Comm):
     def check(self) -> None:
         self._watch.check()
 
-    def settle(self, error: BaseException) -> int:
-        """`post` the error that ends this rank; return the rank that is to say why all end, when that is
-        known: the one whose error was first, or for one that is gone another."""
-        if isinstance(error, RankError):  # of another one, as another connection has told
-            until(lambda: self._watch.failed, _NEWS_SECONDS)
-        self.post(error)
-        until(lambda: self._watch.failed, _NEWS_SECONDS)
-        first, gone = self._watch.first(self.rank)
-        return first if not gone else int(first == 0)
-
     def close(self) -> None:
         if self._closed:
             return
@@ -515,8 +505,8 @@ class Ranks(Comm):
     def _do(self, what: str, start: Callable[[], Iterable[Any]], *, behind: bool = False) -> None:
         """Start works, and poll until they are complete ([Note: waits for ranks poll]). `behind`: they are
         NCCL's, and the current stream waits ([Note: one collective behind])."""
-        if locks.checking:
-            locks.may_wait()
+        if locks.before_wait is not None:
+            locks.before_wait()
         self._finish_begun()
         before = self._behind
         if not behind:

@@ -151,7 +151,6 @@ class Mount(NamedTuple):
     point: str
     filesystem: str
     source: str
-    options: tuple[str, ...]
 
 
 class BlockDevice(NamedTuple):
@@ -213,17 +212,15 @@ def mount_of(path: str) -> Mount | None:
     best: Mount | None = None
     for line in (text_of(Path("/proc/self/mountinfo")) or "").splitlines():
         left, _, right = line.partition(" - ")
-        point = unescape(left.split()[4])
+        point = _unescape(left.split()[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and (best is None or len(point) >= len(best.point)):
-            kind, source, *more = right.split()
-            own = re.split(r"(?<!\\),", more[0]) if more else []  # a comma of a path is escaped
-            options = (*left.split()[5].split(","), *own)
-            best = Mount(point, kind, unescape(source), tuple(dict.fromkeys(options)))
+            kind, source, *_ = right.split()
+            best = Mount(point, kind, _unescape(source))
     return best
 
 
-def unescape(text: str) -> str:
+def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text).replace("\\,", ",")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,7 +21,6 @@ from infinity.core.sizes import ALIGNMENT
 from .probe import drive_of, mount_of
 
 VERSION: Final = 1
-_MOST: Final = 1 << 20  # bytes of the file
 _LARGEST: Final = {"block_bytes": MOST_BLOCK_BYTES, "queue_depth": MOST_QUEUE_DEPTH, "threads": 256}
 _log = logging.getLogger("infinity.tuned")
 
@@ -102,7 +100,7 @@ def entries() -> dict[str, Any]:
     """Return drive key → entry; nothing if there is no file, or none that can be used."""
     file = settings_file()
     try:
-        content = json.loads(_text_of(file))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -113,16 +111,6 @@ def entries() -> dict[str, Any]:
         return {}
     drives = content.get("drives")
     return drives if isinstance(drives, dict) else {}
-
-
-def _text_of(file: Path) -> str:
-    """Return what a file says: a small, regular one, or nothing that could take for ever."""
-    fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as opened:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST:
-            raise ValueError(f"not a file of at most {_MOST} bytes")
-        return opened.read(_MOST).decode("utf-8")
 
 
 def parse(entry: object) -> TunedSettings | None:

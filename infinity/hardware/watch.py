@@ -140,11 +140,6 @@ class Watch:
         if self._news and (self._news["first"]["rank"] != self.rank or "gone" in self._news["first"]):
             raise self._error()
 
-    def first(self, otherwise: int) -> tuple[int, bool]:
-        """Return which rank failed first, and whether it is gone; `otherwise` where none is known."""
-        news = self._news.get("first", {"rank": otherwise})
-        return int(news["rank"]), "gone" in news
-
     @property
     def failed(self) -> bool:
         """Whether a rank, this one included, failed or is gone."""

@@ -44,18 +44,15 @@ from .foreign import (
     Foreign,
     ForeignParameter,
     Values,
-    check_new,
     count_in,
     entry,
+    imported,
     listing,
-    not_of,
     options_of_adam,
     other_optimizer,
     plain,
     scheduler_beside,
     shape_in,
-    texts_beside,
-    write,
 )
 from .torch_file import check_archive, load_bytes, part, refused
 
@@ -71,26 +68,14 @@ _HEAD: Final = 64  # elements of a tensor that tell most others from it
 
 
 def import_dcp(directory: str, path: str, progress: Progress | None = None) -> tuple[str, Foreign]:
-    """Write the checkpoint of torch.distributed.checkpoint in `directory` as one of ours, below `path`;
-    return its directory, and what it has.
+    """Import the checkpoint in `directory`, one with a .metadata file, or the one in which accelerate has two
+    of these: see `imported`."""
 
-    Args:
-        directory: one with a .metadata file, or the one in which accelerate has two of these.
-        path: a new directory, or an empty one.
-        progress: called with the bytes that are written, and all bytes.
-
-    Raises:
-        DirectoryError: a directory or a file is not there, or not readable or writable.
-        DataError: the checkpoint is of a kind that cannot be imported.
-        CorruptionError: a file is damaged.
-    """
-    check_new(path, directory)
-    try:
+    def read(directory: str) -> tuple[Foreign, Sequence[str]]:
         saved = _Saved(directory)
-        foreign = _foreign(saved)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise not_of(_PROGRAM, directory, error) from error
-    return write(foreign, path, texts_beside(*saved.around), progress), foreign
+        return _foreign(saved), saved.around
+
+    return imported(_PROGRAM, read, directory, path, progress)
 
 
 class _Box(NamedTuple):

@@ -86,15 +86,38 @@ class Foreign:
     left_out: list[str]
 
 
-def not_of(program: str, path: str, error: Exception) -> DataError:
-    """Return the error for a checkpoint that has other kinds of values than its program writes."""
-    return DataError(
-        f"{path} has values that no version of {program} writes",
-        expected="numbers, texts, containers and tensors in their places",
-        found=f"{type(error).__name__}: {error}"[:200],
-        cure="copy the checkpoint again from its source; if it is an old one, load it by a newer version and "
-        "save it again",
-    )
+def imported(
+    program: str,
+    read: Callable[[str], tuple[Foreign, Sequence[str]]],
+    directory: str,
+    path: str,
+    progress: Progress | None,
+) -> tuple[str, Foreign]:
+    """Write the checkpoint of a program in `directory` as one of ours, below `path`; return its directory,
+    and what it has.
+
+    Args:
+        read: returns what a directory has, and the directories that may have the model's configuration.
+        path: a new directory, or an empty one.
+        progress: called with the bytes that are written, and all bytes.
+
+    Raises:
+        DirectoryError: a directory or a file is not there, or not readable or writable.
+        DataError: the checkpoint is of a kind that cannot be imported.
+        CorruptionError: a file is damaged.
+    """
+    _check_new(path)
+    try:
+        foreign, around = read(directory)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{directory} has values that no version of {program} writes",
+            expected="numbers, texts, containers and tensors in their places",
+            found=f"{type(error).__name__}: {error}"[:200],
+            cure="copy the checkpoint again from its source; if it is an old one, load it by a newer version "
+            "and save it again",
+        ) from error
+    return _write(foreign, path, _texts_beside(*around), progress), foreign
 
 
 def entry(value: Any, key: Any, kind: type[_T] | tuple[type[_T], ...], path: str) -> _T:
@@ -239,7 +262,7 @@ def listing(path: str, program: str) -> list[str]:
         ) from error
 
 
-def texts_beside(*directories: str) -> dict[str, str]:
+def _texts_beside(*directories: str) -> dict[str, str]:
     """Return the configuration of a model of transformers that is in one of these directories, as a
     checkpoint has it."""
     found: dict[str, str] = {}
@@ -270,16 +293,8 @@ def scheduler_beside(left_out: list[str], *directories: str) -> dict[str, Any] |
     return None
 
 
-def check_new(path: str, source: str | None = None) -> None:
-    """Raise `DirectoryError` unless nothing is at `path`, or an empty directory, and `source` elsewhere."""
-    if source is not None and os.path.realpath(path) == os.path.realpath(source):
-        raise DirectoryError(
-            f"{path} is the checkpoint that is imported",
-            path=path,
-            expected="a new directory, or an empty one",
-            found="one directory for both",
-            cure="name another directory for the import",
-        )
+def _check_new(path: str) -> None:
+    """Raise `DirectoryError` unless nothing is at `path`, or an empty directory."""
     try:
         there = sorted(os.listdir(path))
     except FileNotFoundError:
@@ -303,7 +318,7 @@ def check_new(path: str, source: str | None = None) -> None:
         )
 
 
-def write(foreign: Foreign, path: str, texts: Mapping[str, str], progress: Progress | None = None) -> str:
+def _write(foreign: Foreign, path: str, texts: Mapping[str, str], progress: Progress | None = None) -> str:
     """Write a foreign checkpoint as one of ours, below the new directory `path`; return its own directory. It
     counts when all of it is written and checked. An interrupt ends the import.
 
@@ -418,13 +433,6 @@ def _pieces(extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
     for tensor, first, numel in extents:
         for begin in range(0, numel, _PIECE):
             yield part(tensor, first + begin, min(_PIECE, numel - begin))
-
-
-def alike(one: Sequence[Extent], other: Sequence[Extent]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the elements of two tensors of one size, in pieces of both."""
-    follower = _Follower(other)
-    for piece in _pieces(one):
-        yield piece, follower.next(piece.numel())
 
 
 class _Follower:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from infinity.core.config import Config
-from infinity.core.sizes import NORM_BLOCK, MiB, Tier, format_size
+from infinity.core.sizes import NORM_BLOCK, MiB, Tier
 
 from .footprint import room, whole_mebibytes
 from .planner import KINDS, Plan, Problem
@@ -128,7 +128,6 @@ def cure(
     judge: Judge,
     speak: Callable[[Change], str],
     room_needed: Callable[[Change], int],
-    others: Iterable[Change] = (),
 ) -> str:
     """Return what to change so that everything fits: one alternative of budgets alone, one of other
     settings, and one of another drive, as far as there are such.
@@ -136,7 +135,6 @@ def cure(
     Args:
         changes: without budgets, in the order in which they are preferred; one may name `DIRECTORY`.
         room_needed: returns the bytes that must be free in `DIRECTORY` with a change.
-        others: changes that name `DIRECTORY`, for where none of `changes` is enough.
     """
     found = []
     budgets = complete({}, judge)
@@ -152,9 +150,7 @@ def cure(
         more = _first(elsewhere, judge, budgets_too=True)
         if more is not None:
             found.append(f"{speak(more)} (DIR with {room(room_needed(more))} free)")
-    if not found and (last := _first(list(others), judge, budgets_too=True)) is not None:
-        found.append(f"{speak(last)} (DIR with {room(room_needed(last))} free)")
-    return ", or ".join(found) if found else _hopeless(changes, judge, speak)
+    return ", or ".join(found) or "no setting is enough"
 
 
 def _first(changes: list[Change], judge: Judge, *, budgets_too: bool) -> Change | None:
@@ -168,19 +164,3 @@ def _first(changes: list[Change], judge: Judge, *, budgets_too: bool) -> Change 
             if found is not None:
                 return found
     return None
-
-
-def _hopeless(changes: list[Change], judge: Judge, speak: Callable[[Change], str]) -> str:
-    """Return what there would have to be, with the change that needs least of the scarcest tier."""
-    best: tuple[float, str] | None = None
-    for change in changes:
-        plan = judge({**change, "device_memory": None, "host_memory": None})
-        if plan is None or plan.fits:
-            continue
-        worst = max(plan.problems, key=lambda p: p.needed / max(p.available, 1))
-        ratio = worst.needed / max(worst.available, 1)
-        if best is None or ratio < best[0]:
-            where = "on NVMe" if worst.tier is Tier.NVME else f"of {worst.tier} memory"
-            has = f"{format_size(worst.needed)} {where}, and there are {format_size(worst.available)}"
-            best = ratio, f"no setting is enough: even with {speak(change)} it needs {has}"
-    return best[1] if best else "no setting is enough"

@@ -3,8 +3,7 @@
 [Note: one verdict] The engine's device memory and the activations are one sum, which must fit the device; on
 a device without memory of its own, the sum includes the host's part, too. For drives, everything that exists
 at the same time must fit: when `wrap` begins, it allocates the arenas while the model is still
-in scratch files ([Note: scratch]). If a run keeps checkpoints, they and the scratch files never exist
-at the same time: the larger of the two must fit.
+in scratch files ([Note: scratch]).
 """
 
 from __future__ import annotations
@@ -58,24 +57,24 @@ class Machine:
         device_memory: bytes of a device with memory of its own; None: it shares the host's.
         drives: the directories of `nvme`, in that order.
         temporary: where a model is built when no directory is named; None: not known.
-        output: where checkpoints go; None: not known, or there are none.
         name: a file that describes it; "": the machine that this runs on.
         ranks, local_ranks: that train one model together, and those of them on one such machine, which share
             its host memory; each has a device with memory of its own, where there are such.
         link, dram, tflops: GB/s between host and device and of host memory, TFLOP/s; None: not known.
+        network: GB/s that a rank can send to others; None: not known.
     """
 
     host_memory: int
     device_memory: int | None
     drives: tuple[Drive, ...] = ()
     temporary: Drive | None = None
-    output: Drive | None = None
     name: str = ""
     ranks: int = 1
     local_ranks: int = 1
     link: float | None = None
     dram: float | None = None
     tflops: float | None = None
+    network: float | None = None
 
     @property
     def staged(self) -> bool:
@@ -128,23 +127,19 @@ class Standing:
     arenas: int
     scratch: int
     free: int | None
-    checkpoints: int = 0
 
     @property
     def needed(self) -> int:
         """Bytes that stand there at once, at most."""
-        return self.arenas + max(self.scratch, self.checkpoints)
+        return self.arenas + self.scratch
 
 
-def on_drives(
-    machine: Machine, arenas: Sequence[int], scratch: Sequence[int], checkpoints: int = 0
-) -> list[Standing]:
+def on_drives(machine: Machine, arenas: Sequence[int], scratch: Sequence[int]) -> list[Standing]:
     """Return what comes to stand on each file system.
 
     Args:
         arenas: bytes of each drive's arena, of one rank.
         scratch: bytes of each parameter as it is built, in that order; several ranks build one model.
-        checkpoints: bytes of all that are there at once, beside those that are there already.
     """
     drives = machine.drives or ((machine.temporary,) if machine.temporary else ())
     systems: dict[Hashable, list[int]] = {}
@@ -163,17 +158,7 @@ def on_drives(
     whole = [0] * len(drives)
     if any(arenas):  # each directory has an arena then
         whole = [ceil_to(nbytes, ALIGNMENT) + BESIDE for nbytes in arenas]
-    output = machine.output if checkpoints else None
-    there = [
-        Standing(
-            d.directory,
-            sum(whole[i] * drives[i].ranks for i in g),
-            t,
-            d.free,
-            checkpoints if output is not None and d.system == output.system else 0,
-        )
+    return [
+        Standing(d.directory, sum(whole[i] * drives[i].ranks for i in g), t, d.free)
         for d, g, t in zip(firsts, groups, taken, strict=True)
     ]
-    if output is not None and output.system not in systems:
-        there.append(Standing(output.directory, 0, 0, output.free, checkpoints))
-    return there

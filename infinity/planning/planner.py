@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from infinity.core.config import Config
-from infinity.core.errors import BudgetError
 from infinity.core.sizes import Tier, format_size
 
 from .footprint import Budget, Demand, Footprint, demand, within
@@ -134,18 +133,6 @@ class Plan:
         """Whether the run can begin."""
         return not self.problems
 
-    def check(self) -> None:
-        """Raise `BudgetError` for the first problem."""
-        if not self.problems:
-            return
-        first = self.problems[0]
-        raise BudgetError(
-            f"the run does not fit the {first.tier} tier",
-            expected=f"at least {format_size(first.needed)} ({first.needed} bytes): {first.what}",
-            found=f"{format_size(first.available)} ({first.available} bytes)",
-            cure=first.cure,
-        )
-
 
 class Planner:
     """Plans runs of one model. What does not depend on budgets is computed once for each placement.
@@ -205,7 +192,6 @@ class Planner:
         accumulation: int = 1,
         inputs: int = 0,
         activations: Callable[[int], int] = lambda _: 0,
-        checkpoints: int = 0,
     ) -> Plan:
         """Plan a run. See [Note: one verdict].
 
@@ -215,7 +201,6 @@ class Planner:
             inputs: bytes of the inputs of checkpointed layers in one forward.
             activations: returns the bytes of activations on the device, given those that may wait on
                 the host.
-            checkpoints: how many come to stand at once, in the machine's `output`.
         """
         budget = machine.budget(config)
         *larger, least_size = config.chunk_sizes(staged=machine.staged)
@@ -259,14 +244,13 @@ class Planner:
             room = Budget(machine.device_memory - beside, machine.host_memory)
         if not problems:
             problems = [Problem(t, n, a, what) for t, n, a, what in memories if n > a]
-        kept = checkpoints * checkpoint_nbytes(self.model, config)
-        standing = on_drives(machine, wanted.arenas, self._scratch, kept)
+        standing = on_drives(machine, wanted.arenas, self._scratch)
         problems += [
             Problem(
                 Tier.NVME,
                 there.needed,
                 there.free,
-                f"in {there.directory}, " + _standing(there, checkpoints),
+                f"in {there.directory}, {_standing(there)}",
             )
             for there in standing
             if there.free is not None and there.needed > there.free
@@ -298,15 +282,9 @@ class Planner:
         )
 
 
-def _standing(there: Standing, checkpoints: int) -> str:
-    parts = []
-    if there.arenas:
-        parts.append(f"arenas {format_size(there.arenas)}")
-    if there.checkpoints > there.scratch:
-        parts.append(f"{checkpoints} checkpoint(s) {format_size(there.checkpoints)}")
-    elif there.scratch:
-        parts.append(f"the model as it is built {format_size(there.scratch)}")
-    return " and ".join(parts)
+def _standing(there: Standing) -> str:
+    named = ("arenas", there.arenas), ("the model as it is built", there.scratch)
+    return " and ".join(f"{name} {format_size(nbytes)}" for name, nbytes in named if nbytes)
 
 
 def checkpoint_nbytes(model: Model, config: Config) -> int:

@@ -170,33 +170,18 @@ class Claim:
         except OSError as error:
             _remove(self._made)
             if isinstance(error, DirectoryError):
-                if any(_is_at(number, self._file) for number in _held() if number >= 0):
-                    error.expected = "one run at a time in a directory"
-                    error.found = "another run of this process, whose `with` block has not ended"
-                    error.cure = "end the block of that run first, or use a separate directory for each"
                 raise
             raise failed("write", self.path, error) from error
-        _claims.append(self)
         return self
 
     def _open(self) -> int:
         return os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def __exit__(self, *_: object) -> None:
-        _claims.remove(self)
         with contextlib.suppress(OSError):
             os.unlink(self._file)
         unlock(self._lock)
         _remove(self._made)
-
-
-#: The directories that this process has.
-_claims: Final[list[Claim]] = []
-
-
-def _held() -> list[int]:
-    """Return the descriptors of the locks of this process; -1 in a fork, which has none of them."""
-    return [claim._lock.number for claim in _claims if claim._lock is not None]
 
 
 def _make(path: str, made: list[str]) -> None:
@@ -245,8 +230,8 @@ def _lock(opened: Descriptor, path: str, what: str) -> None:
                 errno=error.errno,
                 path=path,
                 expected=f"one process at a time that writes a {what} into a directory",
-                found="another process that holds the lock of the directory",
-                cure="wait for that process, or use a separate directory for each",
+                found="another process, or a run of this one, that holds the lock of the directory",
+                cure="wait for its end, or use a separate directory for each",
             ) from error
 
 

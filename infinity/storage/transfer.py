@@ -259,7 +259,7 @@ class Transfer:
                 self._freed.ring()
 
     def _record(self, ticket: Ticket) -> None:
-        begin, log = now(), self._order.recorder.log
+        log = self._order.recorder.log
         _, started, finished = ticket.times
         if log is not None and started and finished:
             log.add(
@@ -271,7 +271,6 @@ class Transfer:
                 directory=self.extent.directory,
                 nbytes=self.extent.nbytes,
             )
-            log.add_cost(now() - begin)
 
     def _compare(self, first: dict[tuple[int, int], int], found: int) -> CorruptionError | None:
         """Hold a window of somebody else's file to what it was when it was first read."""

@@ -6,8 +6,7 @@ block sees (which branch to take, where to raise). All blocks are of the form x 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,21 +33,45 @@ class Slotted:
     x: Any
 
 
-#: What a block returns: how it puts a tensor there, and how it is taken out again.
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "tensor": (lambda x: x, lambda out: out),
-    "tuple": (lambda x: (x, None), lambda out: out[0]),
-    "list": (lambda x: [x], lambda out: out[0]),
-    "dict": (lambda x: {"x": x}, lambda out: out["x"]),
-    "nested": (lambda x: {"a": [({"x": x},)]}, lambda out: out["a"][0][0]["x"]),
-    "dataclass": (Plain, lambda out: out.x),
-    "slotted": (Slotted, lambda out: out.x),
-    "deque": (lambda x: deque([x]), lambda out: out[0]),
-    "frozenset": (lambda x: frozenset([x]), lambda out: next(iter(out))),
-    "iterator": (lambda x: iter([x]), next),
-    "values": (lambda x: {"x": x}.values(), lambda out: next(iter(out))),
-    "closure": (lambda x: lambda: x, lambda out: out()),
-}
+Named = namedtuple("Named", ["x", "more"])
+
+
+def wrap_output(kind: str, x: torch.Tensor) -> Any:
+    """Return `x` the way that `kind` says."""
+    return {
+        "tensor": lambda: x,
+        "tuple": lambda: (x, None),
+        "list": lambda: [x],
+        "dict": lambda: {"x": x},
+        "nested": lambda: {"a": [({"x": x},)]},
+        "named": lambda: Named(x, None),
+        "dataclass": lambda: Plain(x),
+        "slotted": lambda: Slotted(x),
+        "deque": lambda: deque([x]),
+        "frozenset": lambda: frozenset([x]),
+        "iterator": lambda: iter([x]),
+        "values": lambda: {"x": x}.values(),
+        "closure": lambda: lambda: x,
+    }[kind]()
+
+
+def unwrap_output(kind: str, output: Any) -> torch.Tensor:
+    """Undo `wrap_output`."""
+    return {
+        "tensor": lambda: output,
+        "tuple": lambda: output[0],
+        "list": lambda: output[0],
+        "dict": lambda: output["x"],
+        "nested": lambda: output["a"][0][0]["x"],
+        "named": lambda: output.x,
+        "dataclass": lambda: output.x,
+        "slotted": lambda: output.x,
+        "deque": lambda: output[0],
+        "frozenset": lambda: next(iter(output)),
+        "iterator": lambda: next(output),
+        "values": lambda: next(iter(output)),
+        "closure": lambda: output(),
+    }[kind]()
 
 
 class _Scaled(torch.autograd.Function):
@@ -89,15 +112,19 @@ class Block(nn.Module):
                 self.norm = nn.LayerNorm(width)
             case "batchnorm":
                 self.norm = nn.BatchNorm1d(width)
+            case "weight-norm":
+                self.l2 = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
             case "nested":
                 inner: Json = {"kind": "mlp", "output": "tensor", "recompute": None}
                 self.inner = nn.ModuleList(Block(inner, width, -2, box) for _ in range(2))
+            case "gru":
+                self.gru = nn.GRU(width, width, batch_first=True)
         if self.kind == "frozen":
             self.requires_grad_(False)
         if self.kind == "lora":
             self.l1.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, ctx: Json) -> Any:
+    def forward(self, x: torch.Tensor, ctx: Json, y: torch.Tensor | None = None) -> Any:
         if ctx["fail"] == self.index:
             raise ForwardFailed("on purpose")
         if ctx["fail_back"] == self.index and x.requires_grad:
@@ -109,12 +136,12 @@ class Block(nn.Module):
             x.register_hook(fail)
         recompute = self.spec["recompute"]
         if recompute in ("inside-reentrant", "inside"):
-            x = checkpoint(self.body, x, ctx, use_reentrant=recompute == "inside-reentrant")
+            x = checkpoint(self.body, x, ctx, y, use_reentrant=recompute == "inside-reentrant")
         else:
-            x = self.body(x, ctx)
-        return OUTPUTS[self.spec["output"]][0](x)
+            x = self.body(x, ctx, y)
+        return wrap_output(self.spec["output"], x)
 
-    def body(self, x: torch.Tensor, ctx: Json) -> torch.Tensor:
+    def body(self, x: torch.Tensor, ctx: Json, y: torch.Tensor | None) -> torch.Tensor:
         match self.kind:
             case "lora":
                 return x + torch.tanh(self.l1(x)) + (x @ self.a.t()) @ self.b.t()
@@ -145,7 +172,13 @@ class Block(nn.Module):
             case "user-hooks":
                 with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
                     return x + self.l2(torch.tanh(self.l1(x)))
-            case "mlp" | "frozen":
+            case "pair":
+                if ctx["use"] and y is not None:
+                    return x + torch.tanh(self.l1(x)) * y
+                return x + torch.tanh(self.l1(x))
+            case "gru":
+                return x + self.gru(torch.tanh(self.l1(x)).unsqueeze(1))[0].squeeze(1)
+            case "mlp" | "frozen" | "weight-norm":
                 return x + self.l2(torch.tanh(self.l1(x)))
         raise AssertionError(self.kind)
 
@@ -153,9 +186,9 @@ class Block(nn.Module):
 class Bank(nn.Module):
     """A module that returns a view of its weight."""
 
-    def __init__(self, how: str, width: int) -> None:
+    def __init__(self, spec: Json, width: int) -> None:
         super().__init__()
-        self.how = how
+        self.how: str = spec["how"]
         self.weight = nn.Parameter(torch.randn(width, width) / width)
 
     def forward(self) -> torch.Tensor:
@@ -178,12 +211,15 @@ class Root(nn.Module):
         self.box: list[torch.Tensor] = []
         self.stem = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(s, width, i, self.box) for i, s in enumerate(tree["blocks"]))
-        self.banks = nn.ModuleList(Bank(how, width) for how in tree["banks"])
+        self.feeders = nn.ModuleList(nn.Linear(width, width) for _ in range(2 if tree["feeders"] else 0))
+        self.banks = nn.ModuleList(Bank(s, width) for s in tree["banks"])
         self.head = nn.Linear(width, width)
         if tree["tied"] == "head":
             self.head.weight = self.stem.weight
         elif tree["tied"] == "blocks":
             self.blocks[-1].l1.weight = self.blocks[0].l1.weight
+        elif tree["tied"] == "storage":
+            self.head.weight = nn.Parameter(self.stem.weight.data)
         if tree["direct"]:
             self.scale = nn.Parameter(torch.ones(width))
 
@@ -192,22 +228,26 @@ class Root(nn.Module):
         # Weights that modules return are used long after their modules have run.
         weights = [bank() for bank in self.banks]
         x = self.stem(x)
+        ys = [feeder(x) for feeder in self.feeders]
         for at in self.tree["order"]:
-            x = self.call(at, x, ctx)
+            x = self.call(at, x, ctx, ys[at % len(ys)] if ys else None)
             if self.tree["direct"]:
                 x = x * self.scale
         for weight in weights:
             x = x + F.linear(x, weight)
-        return OUTPUTS[self.tree["output"]][0](self.head(x))
+        return wrap_output(self.tree["output"], self.head(x))
 
-    def call(self, at: int, x: torch.Tensor, ctx: Json) -> torch.Tensor:
+    def call(self, at: int, x: torch.Tensor, ctx: Json, y: torch.Tensor | None) -> torch.Tensor:
         block, spec = self.blocks[at], self.tree["blocks"][at]
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            return OUTPUTS[spec["output"]][1](block(x, ctx))
+            return unwrap_output(spec["output"], block(x, ctx, y) if y is not None else block(x, ctx))
 
         if spec["recompute"] in ("outside", "outside-reentrant"):
             return checkpoint(run, x, use_reentrant=spec["recompute"] == "outside-reentrant")  # type: ignore[no-any-return]
+        if spec.get("autocast"):
+            with torch.autocast("cpu", torch.bfloat16):
+                return run(x).to(x.dtype)
         return run(x)
 
 
@@ -219,9 +259,9 @@ def build(tree: Json, seed: int) -> Root:
 
 def loss_of(model: Root, batch: Json, **ctx: Any) -> torch.Tensor:
     """Return the loss of one batch, without what the box holds; fp32."""
-    flags = {"fail": -1, "fail_back": -1, "branch": batch["branch"], "ids": batch["ids"]}
+    flags = {"fail": -1, "fail_back": -1, "branch": batch["branch"], "use": batch["use"], "ids": batch["ids"]}
     flags.update(ctx)
-    out = OUTPUTS[model.tree["output"]][1](model(batch["x"], flags))
+    out = unwrap_output(model.tree["output"], model(batch["x"], flags))
     return F.mse_loss(out.float(), batch["target"])
 
 
@@ -234,6 +274,7 @@ def batches(tree: Json, seed: int, count: int = 6) -> list[Json]:
             "target": torch.randn(tree["rows"], tree["width"], generator=random),
             "ids": torch.randint(16, (tree["rows"],), generator=random),
             "branch": bool(torch.randint(2, (1,), generator=random)),
+            "use": bool(torch.randint(3, (1,), generator=random) == 0),
         }
         for _ in range(count)
     ]

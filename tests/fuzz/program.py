@@ -24,7 +24,7 @@ class Mismatch(Exception):
 class Log:
     """What a run sees, in order. `expected` is the plain run's log: then everything is compared."""
 
-    def __init__(self, expected: list[Any] | None, tolerance: float) -> None:
+    def __init__(self, expected: list[Any] | None, tolerance: tuple[float, float]) -> None:
         self.entries: list[Any] = []
         self.expected = expected
         self.tolerance = tolerance
@@ -55,12 +55,13 @@ class Log:
         wanted = tensors
         if value.shape != wanted[0].shape or value.dtype != wanted[0].dtype:
             return f"found {_short(value)}, torch has {_short(wanted[0])}"
-        best = torch.zeros(value.shape, dtype=torch.bool)
+        best: torch.Tensor | None = None
         for other in wanted:
             a, b = value.double(), other.double()
-            most = float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0
-            near = (a - b).abs() <= self.tolerance * (b.abs() + most)
-            best |= near | (a == b) | (a.isnan() & b.isnan())
+            atol = self.tolerance[1] * float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0
+            near = (a == b) | ((a - b).abs() <= self.tolerance[0] * b.abs() + atol) | (a.isnan() & b.isnan())
+            best = near if best is None else best | near
+        assert best is not None
         if bool(best.all()):
             return None
         worst = (value.double() - wanted[0].double()).abs()
@@ -85,17 +86,24 @@ def _short(value: Any) -> str:
 #: What may be raised by an action beside what torch raises: names of the engine's typed errors.
 #: Words restrict where: "delayed" updates or those behind the "backward", a "host" memory that is not large,
 #: a bank that returns "itself".
-#: Keys are an action, or the theme of the case.
+#: Keys are an action, its family, or the theme of the case.
 ALLOWED: dict[str, dict[str, str]] = {
     # A second backward before the step, a look at a gradient, an edit: what is updated by then is not undone.
     "*": {"GradientError": "backward", "ParameterError": "backward"},
+    "wrap": {"WrapError": "storage"},
     # A module that returns its parameter itself, not a view of it, hands out a released parameter.
     "weight-view": {"ReleasedParameterError": "itself"},
+    "autocast": {"PrecisionError": ""},
     "grad-stash": {"GradientError": ""},
+    "grad-move": {"GradientError": ""},
     "hold": {"ReleasedParameterError": "", "BudgetError": "host"},
     "read": {"ReleasedParameterError": ""},
     "gathered-graph": {"ParameterError": "delayed backward"},
     "fetch_inside": {"ParameterError": "delayed backward"},
+    "save": {"BudgetError": "host"},
+    "load": {"BudgetError": "host"},
+    "fresh": {"BudgetError": "host"},
+    "interrupt": {"InfinityError": ""},
     "after-interrupt": {"InfinityError": ""},
 }
 
@@ -110,11 +118,11 @@ class Program:
 
     def run(self) -> str:
         """Return "same", or "typed:NAME" if the engine refused as it may. Raises `Mismatch`."""
-        for index, action in enumerate([*self.case["program"], {"do": "final"}]):
+        for index, action in enumerate([*self.case["program"], {"do": "final", "family": "final"}]):
             self.log.at = (index, action["do"])
-            self.tell({"at": index, "do": action["do"]})
+            self.tell({"at": index, "do": action["do"], "family": action["family"]})
             try:
-                getattr(self, "do_" + action["do"])(**{k: v for k, v in action.items() if k != "do"})
+                getattr(self, "do_" + action["do"].replace("-", "_"))(**_arguments(action))
                 raised: BaseException | None = None
             except Mismatch:
                 raise
@@ -148,13 +156,15 @@ class Program:
             log.entries.append(None)
             return None
         if "InfinityError" in names:
-            keys = ["*", self.case["family"], action["do"], *["after-interrupt"] * self.interrupted]
+            keys = ("*", self.case["family"], action["family"], action["do"])
             allowed = {name: where for key in keys for name, where in ALLOWED.get(key, {}).items()}
+            if self.interrupted:
+                allowed.update(ALLOWED["after-interrupt"])
             for name, where in allowed.items():
                 if name in names and (
                     not where
                     or self.case["config"]["update"] in where.split()
-                    or (where == "itself" and where in self.case["tree"]["banks"])
+                    or (where == "itself" and any(b["how"] == where for b in self.case["tree"]["banks"]))
                     or (where == "host" and self.case["config"]["host_memory"] != "large")
                 ):
                     return f"typed:{type(raised).__name__}"
@@ -168,9 +178,6 @@ class Program:
 
     def loss(self, k: int, **ctx: Any) -> torch.Tensor:
         return loss_of(self.world.model, self.batches[k % len(self.batches)], **ctx)
-
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        self.world.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def aux(self) -> torch.Tensor | None:
         box = self.world.model.box
@@ -219,16 +226,16 @@ class Program:
             if extra is not None and aux == "sum":
                 loss = loss + extra
             inputs = None if partial is None else self.params(partial, 3)
-            self.backward(loss, retain_graph=aux == "after", inputs=inputs)
+            self.world.scale(loss).backward(retain_graph=aux == "after", inputs=inputs)  # type: ignore[no-untyped-call]
             if extra is not None and aux == "after":
-                self.backward(extra)
+                self.world.scale(extra).backward()  # type: ignore[no-untyped-call]
             if extra is not None and aux == "only":
                 self.world.zero_grad("none")
                 loss = self.loss(k + i)
                 extra = self.aux()
                 assert extra is not None
                 del loss
-                self.backward(extra)
+                self.world.scale(extra).backward()  # type: ignore[no-untyped-call]
         if grads:
             self.log_grads()
         self.finish(clip, zero)
@@ -241,16 +248,27 @@ class Program:
         del loss
         if extra is not None:
             self.log("aux", extra)
-            self.backward(extra)
+            self.world.scale(extra).backward()  # type: ignore[no-untyped-call]
         else:
-            self.backward(self.loss(k))
+            self.world.scale(self.loss(k)).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
-    def do_double(self, k: int) -> None:
+    def do_side_late(self, k: int) -> None:
+        """A backward of the side channel's loss after the step: torch refuses it."""
         loss = self.loss(k)
-        self.backward(loss, retain_graph=True)
-        self.backward(loss)
+        extra = self.aux()
+        late = extra if extra is not None else self.loss(k + 1)
+        self.world.scale(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        self.finish()
+        self.world.scale(late).backward()  # type: ignore[no-untyped-call]
+        self.log_grads()
+        self.finish(step=False)
+
+    def do_double(self, k: int) -> None:
+        loss = self.world.scale(self.loss(k))
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -261,7 +279,7 @@ class Program:
             self.do_eval(k)
         for i in (first, 1 - first):
             self.log("loss", losses[i])
-            self.backward(losses[i])
+            self.world.scale(losses[i]).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -278,7 +296,7 @@ class Program:
         if third:
             (g,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
             self.log("second gradient of the input", g)
-        self.backward(loss + g.square().sum())
+        self.world.scale(loss + g.square().sum()).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -290,7 +308,7 @@ class Program:
         for g in grads:
             self.log("gradient", g)
         extra = [g.float().square().sum() for g in grads if g is not None and g.requires_grad]
-        self.backward(sum(extra, start=loss))
+        self.world.scale(sum(extra, start=loss)).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -305,7 +323,7 @@ class Program:
 
         def work() -> None:
             try:
-                self.backward(self.loss(k))
+                self.world.scale(self.loss(k)).backward()  # type: ignore[no-untyped-call]
             except BaseException as error:
                 failed.append(error)
 
@@ -320,7 +338,7 @@ class Program:
     def do_fetch_inside(self, k: int, pick: int) -> None:
         """A forward and backward while some parameters are gathered."""
         with self.world.beside(self.params(pick, 3)):
-            self.backward(self.loss(k))
+            self.world.scale(self.loss(k)).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -335,7 +353,7 @@ class Program:
         }[how]():
             loss = self.loss(k)
         self.log("loss", loss)
-        self.backward(loss)
+        self.world.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -345,7 +363,7 @@ class Program:
         def closure() -> torch.Tensor:
             self.world.zero_grad("none")
             loss = self.loss(k)
-            self.backward(loss)
+            self.world.scale(loss).backward()  # type: ignore[no-untyped-call]
             return loss
 
         self.log("loss", self.world.step(closure))
@@ -367,6 +385,15 @@ class Program:
         for name, value in sorted(self.world.save_model().items()):
             self.log(f"{name} in the state dict", value)
 
+    def do_freeze(self, pick: int, on: bool) -> None:
+        learning = [n for n, p in self.world.named(trainable=True).items()]
+        self.world.frozen = getattr(self.world, "frozen", [])  # what was frozen at `wrap` stays so
+        chosen = self.world.frozen if on else learning[1:]
+        if chosen:
+            name = chosen[pick % len(chosen)]
+            self.world.named()[name].requires_grad_(on)
+            (self.world.frozen.remove if on else self.world.frozen.append)(name)
+
     # -- failures
 
     def do_fail(self, k: int, block: int, backward: bool) -> None:
@@ -374,7 +401,7 @@ class Program:
         try:
             if backward:
                 loss = self.loss(k, fail_back=block)
-                self.backward(loss)
+                self.world.scale(loss).backward()  # type: ignore[no-untyped-call]
             else:
                 self.loss(k, fail=block)
             self.log("failed", "no")
@@ -404,7 +431,7 @@ class Program:
                 if loss is None:
                     self.loss(k)
                 else:
-                    self.backward(loss)
+                    self.world.scale(loss).backward()  # type: ignore[no-untyped-call]
             except KeyboardInterrupt as error:
                 error.__traceback__ = None
             finally:
@@ -432,10 +459,10 @@ class Program:
             self.do_eval(k)
         elif use == "train":
             z = self.loss(k + 1)
-            self.backward(z)
+            self.world.scale(z).backward()  # type: ignore[no-untyped-call]
         self.log("value", y)
         with contextlib.nullcontext() if how == "loss" else self.world.showing_newest():
-            self.backward(y)
+            self.world.scale(y).backward()  # type: ignore[no-untyped-call]
         self.log_grads()
         self.finish()
 
@@ -444,12 +471,34 @@ class Program:
     def do_hold(self, key: str, pick: int, how: str) -> None:
         """Keep something that refers to a weight's memory."""
         held: Any
+        if how == "model-state-dict":
+            for name, held in self.world.model.state_dict().items():
+                if name in self.world.named():
+                    then = self._copied(self.world.named()[name], held)
+                    self.world.aliases[f"{key} {name}"] = (name, "state-dict", held, then)
+            return
+        if how == "all":
+            for name, p in self.world.named().items():
+                with self.world.gathered(p):
+                    held = p.detach().cpu()
+                self.world.aliases[f"{key} {name}"] = (name, how, held, held.clone())
+            return
         name, p = self.param(pick, trainable=False)
         if how == "numpy" and p.dtype is torch.bfloat16:
             how = "detach-cpu"
         owner = name.rpartition(".")
         if how == "state-dict":
             held = self.world.model.get_submodule(owner[0]).state_dict()[owner[2]]
+        elif how == "in-forward":
+            taken: list[Any] = []
+            module = self.world.model.get_submodule(owner[0])
+            handle = module.register_forward_pre_hook(
+                lambda m, _: taken.append(getattr(m, owner[2]).detach())
+            )
+            with self.world.evaluating():
+                self.loss(0, branch=True, use=True)
+            handle.remove()
+            held = taken[0] if taken else None
         else:
             with self.world.gathered(p):
                 held = {
@@ -457,6 +506,11 @@ class Program:
                     "data": lambda: p.data,
                     "numpy": lambda: p.detach().numpy(),
                     "view": lambda: p.detach().view(-1)[: p.numel() // 2 + 1],
+                    "storage": lambda: p.untyped_storage(),
+                    "flat": lambda: nn.utils.parameters_to_vector([p]),
+                    "state-dict-inside": lambda: self.world.model.get_submodule(owner[0]).state_dict()[
+                        owner[2]
+                    ],
                     "clone": lambda: p.detach().clone(),
                     "graph": lambda: p.view(-1)[:3],
                 }[how]()
@@ -471,21 +525,29 @@ class Program:
         """What an alias shows: in torch, the parameter as it is now."""
         if flush:
             self.world.flush()
-        name, how, held, then = self.world.aliases.get(key, ("", "", None, None))
+        for found, entry in list(self.world.aliases.items()):
+            if found.split(" ")[0] == key:
+                self.read_one(*entry, flushed=flush)
+
+    def read_one(self, name: str, how: str, held: Any, then: Any, *, flushed: bool) -> None:
         if held is None:
             return
         p = self.world.named()[name]
+        candidates = self.world.candidates(p)
         now = _now(held, p)
-        if how == "clone":
+        if how in ("clone", "flat"):
             self.log(f"{how} of {name}", now, then)
             return
-        candidates = self.world.candidates(p)
-        if flush and self.case["config"]["update"] != "delayed":
-            candidates = candidates[:1]
-        if how == "state-dict":
+        if how in ("state-dict", "state-dict-inside"):
             candidates.append(then)  # it may be a copy
+        if flushed and self.case["config"]["update"] != "delayed":
+            candidates = [c for c in candidates[:1]] + ([then] if how.startswith("state-dict") else [])
         shown = [_part(c, now) for c in candidates]
         self.log(f"alias ({how}) of {name}", now, *(shown if not self.world.offloaded else []))
+
+    def do_drop(self, key: str) -> None:
+        for found in [f for f in self.world.aliases if f.split(" ")[0] == key]:
+            del self.world.aliases[found]
 
     # -- edits
 
@@ -506,12 +568,18 @@ class Program:
             match how:
                 case "add":
                     p.add_(delta)
+                case "mul":
+                    p.mul_(1.25)
+                case "element":
+                    p.view(-1)[0] = 0.5
                 case "copy":
                     p.copy_(new)
                 case "data-copy":
                     p.data.copy_(new)
                 case "data-set":
                     p.data = new
+                case "data-add":
+                    p.data += delta
                 case "detach-add":
                     p.detach().add_(delta)
                 case "numpy":
@@ -584,9 +652,9 @@ class Program:
         """Two tasks' gradients, taken one at a time."""
         params = list(self.world.named(trainable=True).values())
         world: Any = self.world
-        self.backward(self.loss(k))
+        world.scale(self.loss(k)).backward()
         first = world.take_grads(params)
-        self.backward(self.loss(k + 1))
+        world.scale(self.loss(k + 1)).backward()
         if how == "put-back":
             world.take_grads(params)
             for p in params:
@@ -594,6 +662,22 @@ class Program:
         elif how == "some":
             for p in params[::2]:
                 world.put_grad(p, first[p])
+        elif how == "none":
+            pass
+        self.log_grads()
+        self.finish()
+
+    def do_grad_move(self, k: int, pick: int) -> None:
+        """One parameter's gradient is put on another of the same shape."""
+        world: Any = self.world
+        world.scale(self.loss(k)).backward()
+        named = list(world.named(trainable=True).values())
+        one = named[pick % len(named)]
+        other = next(
+            (p for p in named if p is not one and p.shape == one.shape and p.dtype == one.dtype), one
+        )
+        grads = world.take_grads([one])
+        world.put_grad(other, grads[one])
         self.log_grads()
         self.finish()
 
@@ -622,10 +706,16 @@ class Program:
                 self.log(f"{key} of {name}", value, *others)
 
 
+def _arguments(action: Json) -> Json:
+    return {k: v for k, v in action.items() if k not in ("do", "family")}
+
+
 def _now(held: Any, p: torch.Tensor) -> Any:
     """What something that was held shows, as a tensor of its own."""
     if held is None:
         return None
+    if isinstance(held, torch.UntypedStorage):
+        return None  # held, not looked at: the engine's storage is a unit's, torch's a parameter's
     if isinstance(held, torch.Tensor):
         return held.detach().clone()
     return torch.from_numpy(held).clone()

@@ -11,6 +11,7 @@ import gc
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..rank_training import DTYPES, fp32_anyway
-from ..reference import cast
+from infinity.core.sizes import MOMENT_BLOCK
+from infinity.hardware import halves
+from infinity.hardware.log_codes import decode
+from infinity.planning.parts import SQUARES
+
 from .build import Json, Root, build
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def groups_of(model: nn.Module, config: Json) -> list[Json]:
@@ -31,6 +37,12 @@ def groups_of(model: nn.Module, config: Json) -> list[Json]:
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def patterns_of(model: nn.Module, config: Json) -> list[str]:
+    """Return those of the patterns for moments in fp32 that match something."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return [pattern for pattern in config["state_fp32"] if any(fnmatchcase(n, pattern) for n in names)]
 
 
 def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
@@ -45,6 +57,17 @@ def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
         "Lion": Lion,
     }
     return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors in dicts, lists and tuples, as the engine does with the root's inputs."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: cast(v, dtype) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cast(v, dtype) for v in value)
+    return value
 
 
 class World:
@@ -82,10 +105,15 @@ class PlainWorld(World):
         self.model = build(self.tree, seed)
         self.masters = {p: p.detach().float().clone() for p in self.model.parameters()}
         self.learns = {p for p in self.model.parameters() if p.requires_grad}
-        keep = fp32_anyway(self.model)
+        keep = {
+            p
+            for m in self.model.modules()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            for p in m.parameters()
+        }
         self.optimizer = make_optimizer(self.model, config)
         self.rule = rule_of(self.optimizer)
-        self.moments: dict[Any, list[torch.Tensor]] = {}
+        self.moments: dict[Any, list[torch.Tensor]] = {}  # in the dtype in which the engine keeps them
         self.updates: dict[Any, int] = {}
         self.sums: dict[Any, torch.Tensor] = {}
         self.factors: dict[Any, float] = {}
@@ -98,6 +126,8 @@ class PlainWorld(World):
         if self.dtype is not torch.float32:
             for p in self.model.parameters():
                 p.data = p.data.to(torch.float32 if p in keep else self.dtype)
+                if self._is_split(p):
+                    p.data = self._copy_of(p)
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._collect)
             self.model.register_forward_pre_hook(
@@ -185,8 +215,9 @@ class PlainWorld(World):
         self.resumed = False
         self._publish()
         fp16 = self.dtype is torch.float16
-        if fp16 and not math.isfinite(self.norm):
-            self.scale_now, self.good = max(self.scale_now / 2, 2.0**-14), 0
+        if (fp16 or self.config.get("skip_nonfinite")) and not math.isfinite(self.norm):
+            if fp16:
+                self.scale_now, self.good = max(self.scale_now / 2, 2.0**-14), 0
             return
         limit = self.config["max_grad_norm"]
         clip = 1.0 if limit is None else min(1.0, limit / (self.norm + 1e-6))
@@ -198,7 +229,7 @@ class PlainWorld(World):
                     continue
                 self.updates[p] = self.updates.get(p, 0) + 1
                 if p not in self.moments:
-                    self.moments[p] = [torch.zeros(p.numel()) for _ in self.rule.moments]
+                    self.moments[p] = self._new_moments(names[p], p)
                 factor = self.factors.get(p, 1.0) * clip / self.scale_now
                 gradient = raw.float().contiguous().view(-1)
                 segment = Segment(
@@ -222,7 +253,7 @@ class PlainWorld(World):
             self.late[p] = self.masters[p].to(p.dtype)
             torch.autograd.graph.increment_version([p])
         else:
-            p.copy_(self.masters[p])
+            p.copy_(self._copy_of(p))
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -286,9 +317,27 @@ class PlainWorld(World):
             for p in params:
                 self._adopt(p, p.detach())
 
+    def _halves(self, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The halves of a split master."""
+        copy, low = torch.empty(p.numel(), dtype=p.dtype), torch.empty(p.numel(), dtype=torch.int16)
+        halves.split(self.masters[p].view(-1), copy, low)
+        return copy, low
+
+    def _copy_of(self, p: Any) -> torch.Tensor:
+        return self._halves(p)[0].view(p.shape) if self._is_split(p) else self.masters[p]
+
+    def _is_split(self, p: Any) -> bool:
+        return bool(self.config.get("split_master")) and p.dtype is torch.bfloat16 and p in self.learns
+
     def _adopt(self, p: Any, value: torch.Tensor) -> None:
         master = self.masters[p]
-        master.copy_(torch.where(master.to(p.dtype) == value, master, value.float()))
+        if self._is_split(p):
+            flat, low = value.reshape(-1), self._halves(p)[1]
+            low[(flat == 0) | ~flat.isfinite()] = 0
+            halves.join(flat, low, master.view(-1))
+            return
+        kept = master.to(p.dtype) == value
+        master.copy_(torch.where(kept, master, value.float()))
 
     # -- state dicts
 
@@ -306,7 +355,11 @@ class PlainWorld(World):
         self._publish()
         self.model.load_state_dict(saved)
         for p in self.model.parameters():
-            self._adopt(p, p.detach())
+            if self._is_split(p):
+                kept = self._copy_of(p) == p.detach()
+                self.masters[p].copy_(torch.where(kept, self.masters[p], p.detach().float()))
+            else:
+                self._adopt(p, p.detach())
 
     def save_optimizer(self) -> Json:
         names = {p: n for n, p in self.model.named_parameters()}
@@ -327,7 +380,7 @@ class PlainWorld(World):
             if named[n].dtype is torch.float32 and n not in saved["fronts"]:
                 continue  # the copy is the master, and comes with the model
             self.masters[named[n]].copy_(m)
-            named[n].copy_(m)
+            named[n].copy_(self._copy_of(named[n]))
         for n, front in saved["fronts"].items():
             self.late[named[n]] = named[n].detach().clone()
             named[n].copy_(front)
@@ -342,8 +395,25 @@ class PlainWorld(World):
 
     def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
         p = self.named()[name]
-        moments = self.moments.get(p, [None] * len(self.rule.moments))
-        return {"master": self.masters[p], **dict(zip(self.rule.moments, moments, strict=True))}
+        kinds, moments = self.rule.moments, self.moments.get(p)
+        if moments is None:
+            return {"master": self.masters[p], **dict.fromkeys(kinds)}
+        if moments and moments[0].dtype is torch.uint8:
+            pairs = zip(kinds, moments[: len(kinds)], moments[len(kinds) :], strict=True)
+            wide = [decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs]
+        else:
+            wide = [m.float() for m in moments]
+        return {"master": self.masters[p], **dict(zip(kinds, wide, strict=True))}
+
+    def _new_moments(self, name: str, p: Any) -> list[torch.Tensor]:
+        numel = p.numel()
+        exact = any(fnmatchcase(name, pattern) for pattern in self.config["state_fp32"])
+        form = "fp32" if exact else self.config["state_dtype"]
+        count = len(self.rule.moments)
+        if form != "8bit":
+            return [torch.zeros(numel, dtype=DTYPES[form]) for _ in range(count)]
+        codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(count)]
+        return codes + [torch.zeros(-(-numel // MOMENT_BLOCK)) for _ in range(count)]
 
     def close(self) -> None:
         pass
@@ -388,6 +458,10 @@ class OffloadedWorld(World):
             "dtype": config["dtype"],
             "parameters": config["parameters"],
             "optimizer_state": config["optimizer_state"],
+            "optimizer_state_dtype": config["state_dtype"],
+            "split_master": config.get("split_master", False),
+            "skip_nonfinite": config.get("skip_nonfinite", False),
+            "optimizer_state_fp32": patterns_of(build(self.tree, seed), config),
             "gradients": config["gradients"],
             "update": config["update"],
             "accumulation": 1 if config["update"] == "backward" else None,

@@ -1,8 +1,8 @@
 """`infinity bench io`: what drives can do for the engine, measured as the engine uses them.
 
-Reads, writes and both at once (the update: equal parts of each, with and without CPU Adam beside),
-through the engine's own rings, beside fio where it is installed. See [Note: a bench leaves nothing
-behind] and [Note: what a bench verifies] in io_load.py.
+Reads, writes and both at once (the update: equal parts of each), through the engine's own rings, beside fio
+where it is installed. See [Note: a bench leaves nothing behind] and [Note: what a bench verifies] in
+io_load.py.
 
 Order of one case: fio, where it is compared; a pass that warms up and is not counted; the passes that count;
 a pass of single blocks for latencies; then a sample of what was written is read back and compared.
@@ -14,17 +14,12 @@ import contextlib
 import itertools
 import os
 import statistics
-import threading
-import time
-import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import click
 import numpy as np
-import torch
 
 from infinity.api.this_machine import check_directory
 from infinity.cli.console import (
@@ -37,14 +32,13 @@ from infinity.cli.console import (
     table_of,
     wide_console,
 )
-from infinity.cli.medium import MEMORY, describe_directory, medium_of
-from infinity.cli.options import directories_argument, json_option, numbers_option, words_option
+from infinity.cli.medium import MEMORY, describe_directory
+from infinity.cli.options import directories_argument, json_option, several
 from infinity.cli.plot import draw_io, plot_option
 from infinity.core.config import BLOCK_BYTES, MOST_BLOCK_BYTES, MOST_QUEUE_DEPTH, QUEUE_DEPTH
 from infinity.core.errors import ConfigError
 from infinity.core.sizes import ALIGNMENT, GiB, MiB, ceil_to, format_size, parse_size
-from infinity.hardware import cpu_adam
-from infinity.hardware.aio import BACKENDS, Ring
+from infinity.hardware.aio import BACKENDS
 from infinity.hardware.probe import available_host_memory
 from infinity.version import __version__
 
@@ -52,13 +46,9 @@ from .io_fio import best_of_fio, find_fio
 from .io_load import PATTERNS, Job, Load, Settings, check_space, run_pass, usable_bytes
 
 _LEAST: Final = 16 * MiB
-_ADAM: Final = 4 * MiB  # parameters that Adam updates beside the I/O: larger than caches
 _SAMPLE: Final = 64 * MiB  # read back after a case that wrote
 #: What `--quick` says where nothing else is said.
 _QUICK: Final[dict[str, Any]] = {"usual_size": 256 * MiB, "seconds": 0.25, "fio": False}
-_FASTER: Final = 1.2  # a second read that is faster than a first one by more is a cache's
-_REGION: Final = 32 * MiB
-_REGIONS: Final = 9
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,6 @@ class Request:
     threads: tuple[int, ...] = ()
     backends: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
-    adam: bool = True
     seconds: float = 0.5
     repeats: int = 3
     fio: bool = True
@@ -87,7 +76,6 @@ class Case(NamedTuple):
     job: Job
     settings: Settings
     directories: tuple[int, ...] = (0,)
-    adam: bool = False
 
     @property
     def window(self) -> int:
@@ -137,8 +125,6 @@ def cases_of(request: Request, settings: Sequence[Settings]) -> list[Case]:
     cases = []
     for group, each, pattern in itertools.product(groups, settings, request.patterns or PATTERNS):
         cases.append(Case(Job(pattern), each, group))
-        if pattern == "mixed" and request.adam:
-            cases.append(Case(Job(pattern), each, group, adam=True))
     return cases
 
 
@@ -204,53 +190,13 @@ def facts_of(directory: str) -> dict[str, Any]:
     drive = facts.drive
     return {
         "path": facts.path,
-        "filesystem": facts.mount.filesystem if facts.mount else None,
+        "filesystem": facts.filesystem,
+        "kind": facts.kind,
         "drive": None if drive is None else " ".join(filter(None, (drive.name, drive.model))),
         "direct": facts.direct,
         "alignment": facts.alignment,
         "free_bytes": facts.free,
     }
-
-
-# ---- Adam beside the I/O ----
-
-
-def adam_work() -> Callable[[], None]:
-    """Return an update of `_ADAM` parameters by the CPU's Adam: bf16 gradients and compute parameters, fp32
-    state, as in a step."""
-    grad = torch.randn(_ADAM, generator=torch.Generator().manual_seed(0)).bfloat16()
-    master, rule, steps = grad.float(), cpu_adam.Adam(0.9, 0.999, 1e-8), itertools.count(1)
-    moments, copy = [master * 0.1, (master * 0.1).square()], torch.empty_like(grad)
-
-    def update() -> None:
-        step = next(steps)
-        key = cpu_adam.rounding_key("", step)
-        segment = cpu_adam.Segment(0, _ADAM, 0, key, step, 1e-3, 0.01, 1.0, False, rule)
-        cpu_adam.update_segments(master, moments, grad, copy, (segment,))
-
-    return update
-
-
-@contextlib.contextmanager
-def adam_beside(update: Callable[[], None]) -> Iterator[Callable[[], float]]:
-    """Update on a thread for as long as a block lasts, as a step does beside its I/O; lend a function that
-    returns the parameters updated per second so far."""
-    stop, updates, seconds = threading.Event(), 0, 0.0
-
-    def run() -> None:
-        nonlocal updates, seconds
-        start = time.perf_counter()
-        while not stop.is_set():
-            update()
-            updates, seconds = updates + 1, time.perf_counter() - start
-
-    with ThreadPoolExecutor(1, "infinity-bench-adam") as pool:
-        running = pool.submit(run)
-        try:
-            yield lambda: updates * _ADAM / seconds if seconds else 0.0
-        finally:
-            stop.set()
-    running.result()
 
 
 # ---- measuring ----
@@ -265,7 +211,7 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
     cases, warnings = keep_what_fits(cases, nbytes)
     places = [facts_of(directory) for directory in request.directories]
     for place in places:
-        if not place["direct"] or medium_of(place["path"]).kind == MEMORY:
+        if not place["direct"] or place["kind"] == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
     fio = find_fio() if request.fio else None
     if request.fio and fio is None:
@@ -273,8 +219,7 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
     result: dict[str, Any] = {
         **{"benchmark": "io", "infinity": __version__, "directories": places},
         **{"file_bytes": nbytes, "seconds_per_pass": request.seconds, "fio": fio},
-        **{"fill_bytes_per_second": [], "adam_alone_parameters_per_second": None},
-        **{"cache": [], "cases": []},
+        **{"fill_bytes_per_second": [], "cases": []},
     }
     first, job = cases[0].settings, cases[0].job
     grain = min(case.settings.block_bytes for case in cases)
@@ -285,48 +230,34 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
         for load in loads:
             tell(f"writes {format_size(nbytes)} to {load.directory}")
             result["fill_bytes_per_second"].append(load.fill(first, job.chunk))
-            with load.ring(first) as ring:
-                twice = read_twice(load, ring, first, job)
-            warnings += cache_warning(twice, load.directory)
-            result["cache"].append({"path": load.directory, **(twice or {})})
-        work = adam_work() if any(case.adam for case in cases) else None
-        if work is not None:
-            alone = _ADAM / min(timeit.repeat(work, number=1, repeat=6))
-            result["adam_alone_parameters_per_second"] = alone
-            result["adam_threads"] = cpu_adam.threads()
         for number, case in enumerate(cases):
-            what = f"{case.job.pattern}{' beside Adam' if case.adam else ''}"
-            tell(f"{what}, {case.settings.backend} {sizes(case.settings)}", number, len(cases))
-            measured, said = measure_case(case, loads, request, work)
+            tell(f"{case.job.pattern}, {case.settings.backend} {sizes(case.settings)}", number, len(cases))
+            measured, said = measure_case(case, loads, request)
             result["cases"].append(measured)
             warnings += said
         result["verified_bytes"] = sum(load.verified for load in loads)
     return {**result, "warnings": list(dict.fromkeys(warnings))}
 
 
-def measure_case(
-    case: Case, loads: Sequence[Load], request: Request, work: Callable[[], None] | None
-) -> tuple[dict[str, Any], list[str]]:
+def measure_case(case: Case, loads: Sequence[Load], request: Request) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of a case as JSON has them, and warnings.
 
     Where there is one directory it is compared with fio, which runs as long as all passes together: "one
-    file" is what fio is good at. `work`: the update of Adam that runs beside the I/O of cases with `adam`.
+    file" is what fio is good at.
     """
     chosen = [loads[index] for index in case.directories]
     job, settings, seconds = case.job, case.settings, request.seconds
     fio, said = None, list[str]()
-    if request.fio and find_fio() is not None and len(chosen) == 1 and not case.adam:
+    if request.fio and find_fio() is not None and len(chosen) == 1:
         fio, said = best_of_fio(chosen[0], settings, job, seconds * request.repeats)
     verified = sum(load.verified for load in chosen)
     with contextlib.ExitStack() as stack:
         pairs = [(load, stack.enter_context(load.ring(settings))) for load in chosen]
         rings = [ring for _, ring in pairs]
-        adam = stack.enter_context(adam_beside(work)) if case.adam and work is not None else None
         run_pass(pairs, settings, job, min(0.2, seconds))
         tallies = [run_pass(pairs, settings, job, seconds) for _ in range(request.repeats)]
         histogram = np.sum([ring.stats().submit_histogram for ring in rings], axis=0).tolist()
         latencies = run_pass(pairs, settings, job._replace(single=True), min(0.4, seconds)).latencies
-        updated = None if adam is None else adam()
         most = max(ring.stats().submit_max_seconds for ring in rings)
         for load, ring in pairs:
             load.verify(ring, settings, job, _SAMPLE // len(pairs))
@@ -336,7 +267,7 @@ def measure_case(
     middle, moved = statistics.median(rates), sum(t.read + t.written for t in tallies)
     p50, p99, p999 = np.percentile(latencies, [50, 99, 99.9]).tolist()
     result = {
-        **{"pattern": job.pattern, "adam_beside": case.adam},
+        "pattern": job.pattern,
         "directories": [load.directory for load in chosen],
         **settings._asdict(),
         "backend": "+".join(backends),
@@ -352,61 +283,34 @@ def measure_case(
         "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9),
         "submit": {"less_than_2_to_the_i_microseconds": histogram, "max_seconds": most},
         "verified_bytes": sum(load.verified for load in chosen) - verified,
-        "adam_parameters_per_second": updated,
         "fio": None if fio is None else {**fio._asdict(), "percent": 100 * middle / fio.bytes_per_second},
     }
     return result, said
 
 
-def read_twice(load: Load, ring: Ring, settings: Settings, job: Job) -> dict[str, Any] | None:
-    """Read regions all over the file for the first time, and again at once.
-
-    Returns:
-        bytes per second of first and second readings (medians) and the median of their ratios, or
-        None if the file is too small.
-    """
-    transfer = job.checking.transfer(settings)
-    region = max(transfer, min(_REGION, load.mapping.nbytes) // transfer * transfer)
-    count = min(_REGIONS, load.nbytes // region)
-    if count < 3:
-        return None
-    rates = np.zeros((count, 2))
-    for number, turn in np.ndindex(*rates.shape):
-        offset = load.nbytes // count * number // transfer * transfer
-        start = time.perf_counter()
-        load.read(ring, range(offset, offset + region, transfer), transfer)
-        rates[number, turn] = region / (time.perf_counter() - start)
-    first, again = rates[1:].T  # the first region warms up
-    found = {"first_bytes_per_second": first, "again_bytes_per_second": again, "ratio": again / first}
-    return {name: float(np.median(values)) for name, values in found.items()}
-
-
-def cache_warning(found: dict[str, Any] | None, directory: str) -> list[str]:
-    """Return what to say about `read_twice`'s answer, if anything."""
-    if found is None or found["ratio"] <= _FASTER:
-        return []
-    return [
-        f"{directory}: what was read before comes back {found['ratio'] - 1:.0%} faster: a cache answers "
-        "instead of the drive. Reads of a file larger than that cache (--size) will be slower than shown here"
-    ]
-
-
 # ---- the command ----
+
+
+def _size(text: str) -> int:
+    return parse_size(text, "block")
+
+
+_BACKENDS: Final = click.Choice(("auto", *BACKENDS))
+_PATTERNS: Final = click.Choice(PATTERNS)
 
 
 @click.command("io")
 @directories_argument()
 @click.option("--quick", is_flag=True, help="About five seconds, without fio.")
 @click.option("--size", help="Of the file in each directory. Default: 1GiB (quick: 256MiB).")
-@numbers_option("--block", "blocks", "Block sizes, such as 256KiB,1MiB. Default: the engine's.", size=True)
-@numbers_option("--depth", "depths", "Queue depths, such as 8,32. Default: the engine's.")
-@numbers_option("--threads", "threads", "Numbers of threads of the backend threads.")
-@words_option("--backend", "backends", ("auto", *BACKENDS), "auto, libaio, syscall, uring, threads.")
-@words_option("--pattern", "patterns", PATTERNS, "read, write, mixed. Default: all.")
+@click.option("--block", "blocks", callback=several(_size), help="Sizes such as 256KiB,1MiB.")
+@click.option("--depth", "depths", callback=several(int), help="Queue depths, such as 8,32.")
+@click.option("--threads", callback=several(int), help="Of the backend threads, such as 2,4.")
+@click.option("--backend", "backends", callback=several(_BACKENDS), help=", ".join(BACKENDS))
+@click.option("--pattern", "patterns", callback=several(_PATTERNS), help=", ".join(PATTERNS))
 @click.option("--seconds", type=click.FloatRange(0.01, 3600), help="Of one pass.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Passes of one case.")
 @click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
-@click.option("--adam/--no-adam", default=True, help="Also the mixed case with CPU Adam running beside.")
 @plot_option
 @click.option("--need", type=click.FloatRange(0), help="GB/s that a run needs, as a line in the plot.")
 @json_option
@@ -444,7 +348,7 @@ def show(result: Mapping[str, Any]) -> None:
     names += ["fio GB/s", "of fio", "fio CPU s/GB"] if peers else []
     table = table_of(*names, title=hows[0] if same else None, left=1 if same else 2)
     for case, how in zip(cases, hows, strict=True):
-        row = [f"{case['pattern']}{' + Adam' if case['adam_beside'] else ''}", *([] if same else [how])]
+        row = [case["pattern"], *([] if same else [how])]
         row += [gigabytes(case["bytes_per_second"]), f"{case['spread']:.0%}"]
         row.append("  ".join(f"{case['latency_seconds'][p] * 1e3:.2f}" for p in ("p50", "p99", "p99.9")))
         row.append(f"{case['cpu_seconds_per_gb']:.3f}")
@@ -461,10 +365,6 @@ def show(result: Mapping[str, Any]) -> None:
         longest = max(case["submit"]["max_seconds"] for case in cases)
         text = f"99 % of {seen[-1]:,} submissions took less than {1 << power:,} µs"
         console.print(f"{text}, the longest {longest * 1e3:.2f} ms.")
-    if rates := [rate / 1e6 for case in cases if (rate := case["adam_parameters_per_second"])]:
-        between = " to ".join(f"{rate:,.0f}" for rate in sorted({min(rates), max(rates)}))
-        alone = result["adam_alone_parameters_per_second"] / 1e6
-        console.print(f"CPU Adam updated {between} Mparam/s beside the I/O, {alone:,.0f} alone.")
     if result["verified_bytes"]:
         console.print(f"{format_size(result['verified_bytes'])} were read back and are what was written.")
     show_warnings(console, result["warnings"])

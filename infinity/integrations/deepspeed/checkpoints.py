@@ -31,23 +31,19 @@ from infinity.integrations.foreign import (
     Foreign,
     ForeignParameter,
     Values,
-    alike,
-    check_new,
     count_in,
     entry,
     entry_of,
+    imported,
     listing,
-    not_of,
     number_in,
     options_of_adam,
     other_optimizer,
     plain,
     scheduler_beside,
     shape_in,
-    texts_beside,
-    write,
 )
-from infinity.integrations.torch_file import Record, is_dense, load_saved, part
+from infinity.integrations.torch_file import Record, is_dense, load_saved
 from infinity.storage.folder import failed
 
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})(?:_\d+)?_model_states\.pt")
@@ -71,7 +67,6 @@ _OWN: Final = frozenset(
     )
 )
 _STAGE_3: Final = 3
-_HEAD: Final = 64  # elements that tell most tensors from others
 _MORE_PARALLEL: Final = (
     "convert it by the program that made it to a model without that: infinity imports checkpoints of data "
     "parallel runs"
@@ -79,26 +74,14 @@ _MORE_PARALLEL: Final = (
 
 
 def import_deepspeed(directory: str, path: str, progress: Progress | None = None) -> tuple[str, Foreign]:
-    """Write the checkpoint of DeepSpeed in `directory` as one of ours, below `path`; return its directory,
-    and what it has.
+    """Import the checkpoint in `directory`, which is what was passed to `save_checkpoint`, a tag of it, or a
+    universal checkpoint: see `imported`."""
 
-    Args:
-        directory: what was passed to `save_checkpoint`, a tag of it, or a universal checkpoint.
-        path: a new directory, or an empty one.
-        progress: called with the bytes that are written, and all bytes.
+    def read(directory: str) -> tuple[Foreign, Sequence[str]]:
+        files = _Files(directory)
+        return _foreign(files), files.around
 
-    Raises:
-        DirectoryError: a directory or a file is not there, or not readable or writable.
-        DataError: the checkpoint is of a kind that cannot be imported.
-        CorruptionError: a file is damaged.
-    """
-    check_new(path, directory)
-    files = _Files(directory)
-    try:
-        foreign = _foreign(files)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise not_of("DeepSpeed", files.path, error) from error
-    return write(foreign, path, texts_beside(*files.around), progress), foreign
+    return imported("DeepSpeed", read, directory, path, progress)
 
 
 class _Files:
@@ -483,7 +466,6 @@ def _partitions(
     found: dict[str, dict[str, list[Extent]]] = {}
     steps: list[int | None] = []
     kinds: list[tuple[str, ...]] = []
-    flats_of: dict[int, list[torch.Tensor]] = {}
     for index, names in enumerate(shapes):
         saved = [entry(b, "state", dict, files.path).get(index, {}) for b in base]
         there = {name for state in saved for name in state if isinstance(name, str)}
@@ -497,40 +479,11 @@ def _partitions(
         steps.append(counts.pop() if counts else None)
         flats = {"parameters": [_flat(of_rank, index, files.path) for of_rank in masters]}
         flats |= {kind: [_flat(state, kind, files.path) for state in saved] for kind in kinds[-1]}
-        for rank, of_rank in enumerate(zip(*flats.values(), strict=True)):
-            flats_of.setdefault(rank, []).extend(of_rank)
         if stage == _STAGE_3:
             _cut_each(files.path, names, flats, found)
         else:
             _cut_group(files.path, index, names, states, flats, found)
-    if any(kinds):
-        _check_apart(files.path, flats_of, found)
     return _Sources(steps, lambda index, _: kinds[index], lambda name: contextlib.nullcontext(found[name]))
-
-
-def _check_apart(
-    path: str,
-    flats_of: Mapping[int, Sequence[torch.Tensor]],
-    found: Mapping[str, Mapping[str, Sequence[Extent]]],
-) -> None:
-    """Raise `DataError` if two ranks have the same values: one's file was copied over the other's. At stage 3
-    nothing else tells. Ranks that have nothing but padding may be alike."""
-    used = {id(e.tensor) for kinds in found.values() for e in kinds["parameters"] if e.numel}
-    known: dict[tuple[bytes, ...], list[int]] = {}
-    for rank, flats in flats_of.items():
-        if used.isdisjoint(map(id, flats)):
-            continue
-        head = tuple(part(flat, 0, _HEAD).double().numpy().tobytes() for flat in flats)
-        for other in known.setdefault(head, []):
-            if all(map(_equal, flats, flats_of[other])):
-                found_twice = f"the same masters and moments in the files of ranks {other}, {rank}"
-                raise _of_several_saves(path, found_twice)
-        known[head].append(rank)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    extents = ([Extent(each, 0, each.numel())] for each in (one, other))
-    return one.numel() == other.numel() and all(torch.equal(*pair) for pair in alike(*extents))
 
 
 def _of_several_saves(path: str, found: str) -> DataError:
