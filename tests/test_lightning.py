@@ -462,8 +462,10 @@ def test_a_callback_that_unfreezes_layers(tier: str, tmp_path: Path) -> None:
         finally:
             infinity.close(module)
 
-    with pytest.raises((ReleasedParameterError, WrapError)):
+    with pytest.raises((ReleasedParameterError, WrapError)) as caught:
         refused()
+    for words in ("`configure_optimizers`", "`freeze_before_training`", "`self.make_trainable(modules)`"):
+        assert words in str(caught.value.cure)
     seen: list[torch.Tensor] = []
     wanted = fit("ddp", "ddp_find_unused_parameters_true", Cured()).state_dict()
     seen = []

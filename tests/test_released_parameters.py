@@ -62,6 +62,22 @@ def cure_of(use: Callable[[], object], error: type[InfinityError] = ReleasedPara
     return str(caught.value.cure)
 
 
+@torch.no_grad()
+def test_an_average_by_hand(wrapped: Wrapped) -> None:
+    weight = wrapped[0].head.weight
+    mean = torch.zeros(weight.shape)
+    for use in (
+        lambda: mean.lerp_(weight, 0.1),
+        lambda: mean.mul_(0.9).add_(weight, alpha=0.1),
+        lambda: mean.copy_(weight),
+        lambda: torch._foreach_lerp_([mean], [weight], 0.1),
+        lambda: torch.lerp(mean, weight, 0.1, out=mean),
+    ):
+        cure = cure_of(use)
+        assert cure.startswith("`plain = copy.deepcopy(model)` before `wrap`; after each step call ")
+        assert "`infinity.copy_to(model, plain)`" in cure
+
+
 def test_reads_and_edits(wrapped: Wrapped) -> None:
     model, optimizer = wrapped
     weight = model.blocks[0].up.weight
@@ -71,7 +87,7 @@ def test_reads_and_edits(wrapped: Wrapped) -> None:
         with infinity.gathered(weight):
             look()
     for n, edit in enumerate((lambda: weight.add_(1), lambda: nn.init.ones_(weight), lambda: fill(weight))):
-        assert "write=True to edit it" in cure_of(edit)
+        assert cure_of(edit) == "edit it inside `with infinity.gathered(params, write=True):`"
         with infinity.gathered(weight, write=True), torch.no_grad():
             edit()
         found = model.state_dict()["blocks.0.up.weight"]
@@ -92,7 +108,8 @@ def test_changes_of_the_structure(wrapped: Wrapped) -> None:
     change = torch.nn.utils.parametrizations.weight_norm
     wanted, _ = build()
     change(wanted.blocks[0].up)
-    assert "`infinity.unwrap(model)`" in cure_of(lambda: change(wrapped[0].blocks[0].up))
+    cure = cure_of(lambda: change(wrapped[0].blocks[0].up))
+    assert cure == "do this before `wrap`, or to the model that `infinity.unwrap(model)` returns"
     plain = infinity.unwrap(wrapped[0])
     change(plain.blocks[0].up)
     assert same(plain.state_dict(), wanted.state_dict())

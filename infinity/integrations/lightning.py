@@ -14,6 +14,8 @@ import os
 import secrets
 import shutil
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Final
@@ -351,6 +353,13 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the run on all ranks: into a directory, or weights alone into a file of Lightning's."""
+        if self._engine is None and (error := sys.exc_info()[1]) is not None:
+            warnings.warn(
+                f"nothing is saved to {filepath}: the module is not wrapped yet, because of {error!r}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return  # a callback that saves on exceptions must not hide this one
         if "optimizer_states" not in checkpoint:
             checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -23,18 +23,22 @@ from infinity.core.errors import (
     WrapError,
 )
 from infinity.core.stack import frames
-from infinity.params.instead import PICKLED
+from infinity.params.instead import cure_of_pickling
 from infinity.params.param import ReleasedParameter, any_sharded, sharded_of
 
 _CURE = (
     "use the optimizer that `wrap` returned, `model, optimizer = infinity.wrap(model, optimizer, config)`; "
     "train with `offloaded(Trainer)` of infinity.integrations.transformers in place of a Trainer"
 )
-#: What to do in place of a copy of a wrapped object.
+#: What to do in place of a copy of a wrapped object, and of a pickle of it.
 _COPIED = (
     "for an average of weights (EMA, SWA) copy the model before `wrap`, and later copy its newest values "
     "into that copy, `infinity.copy_to(model, plain)`; or copy its `state_dict()`; or turn the model into a "
     "plain one, `infinity.unwrap(model)`, and copy that"
+)
+_PICKLED = (
+    "save its `state_dict()`, and load that into a newly built one; or turn the model into a plain one, "
+    "`infinity.unwrap(model)`, and pickle that"
 )
 
 
@@ -92,7 +96,9 @@ def refuse_copies(name: str, *_: Any) -> NoReturn:
         f"a wrapped {name} cannot be copied or pickled: the object does not hold its values",
         expected="`state_dict()`, which holds them",
         found="copy.deepcopy, pickle or torch.save of the object itself",
-        cure=_COPIED if any(frame.f_globals.get("__name__") == "copy" for frame in frames()) else PICKLED,
+        cure=_COPIED
+        if any(frame.f_globals.get("__name__") == "copy" for frame in frames())
+        else cure_of_pickling(_PICKLED),
     )
 
 

@@ -26,6 +26,7 @@ from infinity.grads.sharded_grad import ShardedGrad
 from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
 from infinity.params.eager import eager
+from infinity.params.instead import cure_of_library
 from infinity.params.param import ShardedParam
 
 from .behind import Behind, Parts
@@ -407,8 +408,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "you cannot add a param group after `wrap`",
                 expected="all groups in the optimizer that you pass to `wrap`",
                 found="add_param_group",
-                cure="give the optimizer all groups before `wrap`; after `wrap` freeze what it does not "
-                "train yet, `requires_grad_(False)`, and unfreeze it later",
+                cure=cure_of_library(
+                    "give the optimizer all groups before `wrap`; after `wrap` freeze what it does not train "
+                    "yet, `requires_grad_(False)`, and unfreeze it later"
+                ),
             )
         super().add_param_group(param_group)
 

@@ -29,7 +29,7 @@ from infinity.planning.partition import ParamSpec
 
 from . import subclass
 from .eager import eager
-from .instead import CURE, IN_A_FORK, PICKLED, said
+from .instead import cure_of, cure_of_pickling, said, writes_to
 
 _T: Any = torch.Tensor
 
@@ -115,12 +115,18 @@ class ReleasedParameter(nn.Parameter):
             return func(*args, **kwargs)  # all are there, and have their classes
         if any(str(f.f_globals.get("__name__")).startswith("torch.export.") for f in frames()):
             raise traced_error("torch.export")
+        target = _walk(writes_to(func, args, kwargs))
+        edits = any(isinstance(value, ReleasedParameter) for value in target)
         sharded = sharded_of(released[0])
         raise ReleasedParameterError(
             f"the parameter {name_of(released[0])!r} is released",
             expected="a parameter whose values are on the device",
             found=f"{said(func)} on a released parameter",
-            cure=IN_A_FORK if sharded is not None and sharded.pid != os.getpid() else CURE,
+            cure=cure_of(
+                edits=edits,
+                others=not edits and target != [None],
+                forked=sharded is not None and sharded.pid != os.getpid(),
+            ),
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -140,7 +146,7 @@ class ReleasedParameter(nn.Parameter):
             f"the parameter {name_of(self)!r} cannot be serialized while it is released",
             expected="`model.state_dict()`",
             found="an attempt to serialize the module or the parameter itself",
-            cure=PICKLED,
+            cure=cure_of_pickling("save `model.state_dict()`"),
         )
 
 
