@@ -525,6 +525,30 @@ def test_names_that_climb_are_refused(tmp_path: Path) -> None:
     infinity.close(adam)
 
 
+def test_a_damaged_index_names_another_checkpoint_where_there_is_one(tmp_path: Path) -> None:
+    _, adam = start(tmp_path / "run", **ON_HOST)
+    path = Path(infinity.save(adam, tmp_path / "saved"))
+    index = path / "index.json"
+    whole = index.read_bytes()
+    index.write_bytes(b"")
+    for target in (path, tmp_path / "saved"):
+        with pytest.raises(CorruptionError) as caught:
+            infinity.load(adam, target)
+        assert caught.value.cure == (
+            "copy this checkpoint again from its source; there is no other whole checkpoint in "
+            f"{tmp_path / 'saved'}: else begin a new run"
+        )
+    other = tmp_path / "saved" / "step-7"
+    shutil.copytree(path, other)
+    (other / "index.json").write_bytes(whole)
+    for target in (path, tmp_path / "saved"):
+        with pytest.raises(CorruptionError) as caught:
+            infinity.load(adam, target)
+        assert f"or load {other}, of 0 steps" in str(caught.value.cure)
+    infinity.load(adam, other)
+    infinity.close(adam)
+
+
 def test_a_damaged_index_says_what_was_found(tmp_path: Path) -> None:
     _, adam = start(tmp_path / "run", **ON_HOST)
     index = Path(infinity.save(adam, tmp_path / "saved")) / "index.json"
@@ -550,6 +574,26 @@ def test_a_damaged_index_says_what_was_found(tmp_path: Path) -> None:
         if index.is_dir():
             index.rmdir()
             index.touch()
+    infinity.close(adam)
+
+
+def test_a_damaged_file_names_the_newest_older_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    model, adam = start(tmp_path / "run", **ON_HOST)
+    paths = []
+    for _ in range(4):
+        step(model, adam)
+        paths.append(Path(infinity.save(adam, tmp_path / "saved")))
+    next(paths[1].glob("exp_avg-*")).unlink()  # that one is not whole either
+    file = next(paths[2].glob("parameters-*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for whole in (paths[0], paths[3]):
+        for call in (infinity.load, lambda adam, path: infinity.export(path, tmp_path / "out")):
+            with pytest.raises(CorruptionError) as caught:
+                call(adam, paths[2])
+            assert f"or load {whole}, of {whole.name[-1]} steps" in str(caught.value.cure)
+        shutil.rmtree(paths[0], ignore_errors=True)
+    infinity.load(adam, paths[3])  # the cure
     infinity.close(adam)
 
 

@@ -751,7 +751,7 @@ def test_a_collator_that_holds_the_model(
         infinity.close(model)
 
 
-def test_a_damaged_checkpoint_is_not_passed_over(
+def test_a_damaged_checkpoint_names_an_older_one(
     transformers: Any, offloaded: Any, config: Any, tmp_path: Path
 ) -> None:
     def trainer(steps: int) -> Any:
@@ -775,11 +775,20 @@ def test_a_damaged_checkpoint_is_not_passed_over(
         lambda: run.train(resume_from_checkpoint=True),
         lambda: run.train(resume_from_checkpoint=newest),
     ):
-        with pytest.raises(CorruptionError, match="load another one"):
+        with pytest.raises(CorruptionError) as caught:
             call()
-    assert run.train(resume_from_checkpoint=older).global_step == 6  # one cure
+        assert caught.value.cure == (
+            f"copy {newest} again from its source; or train(resume_from_checkpoint={older!r})"
+        )
+    [first] = Path(older, "infinity").glob("step-*/index.json")
+    begun = first.read_bytes()
+    first.write_bytes(b"")
+    with pytest.raises(CorruptionError, match=r"train\(resume_from_checkpoint=None\): there is no older one"):
+        run.newest_checkpoint()
+    first.write_bytes(begun)
+    assert run.train(resume_from_checkpoint=older).global_step == 6  # the cure
     infinity.close(run.model)
     index.write_bytes(whole)
     run = trainer(6)
-    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other
+    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other one
     infinity.close(run.model)

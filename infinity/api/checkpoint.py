@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,11 +37,10 @@ from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm, told
 from infinity.params.param import ShardedParam
-from infinity.storage.checkpoints import Found
+from infinity.storage.checkpoints import Found, instead
 from infinity.storage.checksums import RangeCrc, Sums
 from infinity.storage.interrupt import GRACE
 from infinity.storage.tensor_file import TensorFile, on_host
-from infinity.storage.tensor_header import AGAIN
 from infinity.version import __version__
 
 from . import ties
@@ -177,7 +176,7 @@ def wrong_index(path: str, error: Exception) -> CorruptionError:
         path=path,
         expected="an index with checksums, parameters, groups, counts and state",
         found=repr(error),
-        cure=AGAIN,
+        cure="copy this checkpoint again from its source; or load another one, if there is one",
     )
 
 
@@ -226,6 +225,17 @@ def pieces_of(engine: Engine, params: Mapping[ShardedParam, str]) -> dict[str, l
             first = (segment.offset + begin) * dtype.itemsize
             sums.add(params[sharded], first, piece.data_ptr(), piece.nbytes)
     return sums.take()
+
+
+@contextlib.contextmanager
+def naming_another(found: Found) -> Iterator[None]:
+    """A block that reads a checkpoint: the error of a damaged file names the checkpoint to load instead."""
+    try:
+        yield
+    except CorruptionError as error:
+        if error.path is not None and found.path in (error.path, os.path.dirname(error.path)):
+            error.cure = instead(found.path)
+        raise
 
 
 def check_whole(found: Found) -> None:

@@ -25,7 +25,7 @@ from infinity.storage.folder import Folder
 from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.shards import Shards
 from infinity.storage.tensor_file import TensorFile
-from infinity.storage.tensor_header import AGAIN, Spec
+from infinity.storage.tensor_header import Spec
 
 from . import ties
 from .adapters import Merged, adapted_name, adapters_of, adapts_itself, base_of, has_adapters
@@ -35,6 +35,7 @@ from .checkpoint import (
     check_whole,
     interruptible,
     library_of,
+    naming_another,
     open_saved,
     path_of,
     reading_ring,
@@ -139,6 +140,7 @@ def export(
                     cure="infinity.export(model, path)",
                 )
             found = find(path_of(model))
+            stack.enter_context(naming_another(found))
             content = _of_checkpoint(found, wanted, limit, stack)
             _check_merge(merge_adapters, False)
             return target, content, files
@@ -311,7 +313,7 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None, limit: int, merge: b
     config = json.loads(texts[_CONFIG]) if _CONFIG in texts else {}
     tied = ties.left_out(inner, contents, untied=ties.is_untied(config))
     if tied is None:
-        tied = _tied(sources)
+        tied = _tied(inner, sources)
     dropped = {*tied, *(getattr(inner, "_keys_to_ignore_on_save", None) or ())}
     sources = {name: value for name, value in sources.items() if name not in dropped}
     specs = {name: spec for name, spec in specs.items() if name not in dropped}
@@ -344,14 +346,26 @@ def _part_of(
     return _ExportPart(stem, tensors, fill, None if library == "timm" else limit, tied)
 
 
-def _tied(sources: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return which names are left out, and under which name each is written: of a module that is not one of
-    transformers, of tied names all but the first."""
+def _tied(model: nn.Module, sources: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return which names are left out, and under which name each is written: as `save_pretrained` does it, of
+    tied names those that transformers ties by itself; of a module of another kind all but the first."""
     names: dict[int, list[str]] = {}
     for name, value in sources.items():
         if isinstance(value, nn.Parameter):
             names.setdefault(id(value), []).append(name)
-    return {name: group[0] for group in names.values() for name in group[1:]}
+    declared = [
+        f"{prefix}.{pattern}" if prefix else pattern
+        for prefix, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    found = {}
+    for group in names.values():
+        kept = group[:1]
+        if hasattr(model, "_tied_weights_keys"):
+            free = [name for name in group if not any(re.search(pattern, name) for pattern in declared)]
+            kept = free or kept
+        found.update({name: kept[0] for name in group if name not in kept})
+    return found
 
 
 def _edited(config: Any, dtype: torch.dtype | None) -> str:
@@ -448,10 +462,10 @@ def _texts_of(found: Found) -> dict[str, Any]:
             f"the index of {found.path} has texts that no version of infinity writes",
             path=found.path,
             expected="configurations and tokenizer files, under their usual names",
-            found=", ".join(names) or f"{_CONFIG}: {texts[_CONFIG]!r:.200}",
-            cure=AGAIN,
+            found=wrong,
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         )
-    return texts if texts[_CONFIG] else {n: text for n, text in texts.items() if n != _CONFIG}
+    return texts
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.core.config import Config
-from infinity.core.errors import DataError, DirectoryError, WrapError
+from infinity.core.errors import CorruptionError, DataError, DirectoryError, WrapError
 from infinity.hardware.aio import Ring
 from infinity.storage.checkpoints import Found, find
 from infinity.storage.tensor_file import read_all
@@ -21,7 +21,7 @@ from infinity.storage.weights import FileTensor, Weights
 
 from . import hugging_face
 from .adapters import check_not_adapters
-from .checkpoint import Progress, check_whole, open_saved, path_of, reading_ring, wrong_index
+from .checkpoint import Progress, check_whole, naming_another, open_saved, path_of, reading_ring
 from .engine import Engine
 
 _TEXT: Final = re.compile(r"[\w-]+(\.[\w-]+)*\.(json|txt|model|jinja)")
@@ -237,11 +237,18 @@ def _of_hugging_face(directory: str, model: nn.Module, stack: contextlib.ExitSta
 
 
 def _of_checkpoint(found: Found, model: nn.Module, stack: contextlib.ExitStack) -> Weights:
+    stack.enter_context(naming_another(found))
     ring = stack.enter_context(reading_ring())
     try:
         return _in_checkpoint(found, model, ring, stack)
     except (KeyError, TypeError, AttributeError) as error:
-        raise wrong_index(found.path, error) from error
+        raise CorruptionError(
+            f"the index of {found.path} is not one that any version of infinity writes",
+            path=found.path,
+            expected="an index with checksums and parameters",
+            found=repr(error),
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
+        ) from error
 
 
 def _in_checkpoint(found: Found, model: nn.Module, ring: Ring, stack: contextlib.ExitStack) -> Weights:

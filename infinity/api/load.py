@@ -32,6 +32,7 @@ from .checkpoint import (
     buffers_of,
     elements_here,
     names_of,
+    naming_another,
     open_saved,
     path_of,
     pieces_of,
@@ -111,7 +112,8 @@ def load(
         loading, given = make(
             lambda: _prepare(engine, name, state, strict, progress or (lambda done, total: None))
         )
-        make(loading.run)
+        with naming_another(loading.found):
+            make(loading.run)
 
     def give() -> None:
         for name, thing in (state or {}).items():
@@ -138,8 +140,9 @@ def _prepare(
         newest, loading = _newest(comm, path), None
         try:
             loading = _Loading(engine, _found_there(comm, newest), strict, progress)
-            given = guarded(comm, "what is loaded", partial(loading.check, state))
-            agree(comm, "what is loaded")
+            with naming_another(loading.found):
+                given = guarded(comm, "what is loaded", partial(loading.check, state))
+                agree(comm, "what is loaded")
             return loading, given
         except BaseException as error:
             if loading is not None:

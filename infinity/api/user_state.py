@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from infinity.core.errors import CorruptionError, StateDictError
-from infinity.storage.tensor_header import AGAIN, DTYPES
+from infinity.storage.tensor_header import DTYPES
 
 _KINDS: Final = "JSON values, bytes, tensors, numpy arrays; lists, tuples, sets and dicts of these; "
 _DEPTH: Final = 100
@@ -187,7 +187,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
             path=path,
             expected=f"one of {', '.join(sorted([*_TENSORS, *_LISTS]))}",
             found=f"{kind}",
-            cure=AGAIN,
+            cure="copy this checkpoint again from its source; or load another one, if there is one",
         ) from error
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from infinity.api.random_state import same_random_numbers
 from infinity.api.together import together
 from infinity.api.wanted import Wanted, check_minutes
 from infinity.core.config import Config
-from infinity.core.errors import ConfigError, DirectoryError
+from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, TransferError
 from infinity.core.optional import optional
 from infinity.core.signals import SAVED
 from infinity.optim.optimizer import OffloadOptimizer
@@ -426,7 +426,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
 
     def _load(self, checkpoint: str, state: dict[str, Any] | None) -> dict[str, Any]:
         # Trainer restores the random numbers when it has skipped its batches.
-        with same_random_numbers(self.args.device):
+        with _going_on(checkpoint), same_random_numbers(self.args.device):
             return infinity.load(self.optimizer, os.path.join(checkpoint, _HOME), state=state)
 
     def _rotate(self, kept: set[str]) -> None:
@@ -475,7 +475,36 @@ def _newest_whole(directory: str) -> str | None:
         found = filter(None, map(_CHECKPOINT.fullmatch, os.listdir(directory)))
         for name in sorted(found, key=lambda match: -int(match[1])):
             path = os.path.join(directory, name[0])
-            if _is_whole(path):
+            with _going_on(path):
+                if _is_whole(path):
+                    return path
+    return None
+
+
+@contextlib.contextmanager
+def _going_on(checkpoint: str) -> Iterator[None]:
+    """A block that reads one of Trainer's checkpoints: if it is damaged, the error names the newest older one
+    that is whole. A run never takes that by itself, because the steps between them are lost."""
+    try:
+        yield
+    except (CorruptionError, TransferError) as error:
+        error.cure = f"copy {checkpoint} again from its source; or " + (
+            f"train(resume_from_checkpoint={older!r})"
+            if (older := _older(checkpoint))
+            else "begin a new run, train(resume_from_checkpoint=None): there is no older one that is whole"
+        )
+        raise
+
+
+def _older(checkpoint: str) -> str | None:
+    """Return the newest whole checkpoint of Trainer's that is older than another one, and beside it."""
+    directory, mine = os.path.split(os.path.abspath(checkpoint))
+    numbers = [int(match[1]) for match in map(_CHECKPOINT.fullmatch, os.listdir(directory)) if match]
+    this = _CHECKPOINT.fullmatch(mine)
+    for number in sorted(numbers, reverse=True):
+        path = os.path.join(directory, f"checkpoint-{number}")
+        with contextlib.suppress(CorruptionError, TransferError, DirectoryError):
+            if this is not None and number < int(this[1]) and _is_whole(path):
                 return path
     return None
 

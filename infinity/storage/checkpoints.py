@@ -29,7 +29,6 @@ from infinity.hardware.aio import crc32c
 from infinity.hardware.descriptor import Descriptor
 
 from .folder import failed, kind_of, lock_directory, pwrite, sync, unlock
-from .tensor_header import AGAIN
 
 INDEX: Final = "index.json"
 #: What makes a checkpoint of what has these names.
@@ -44,6 +43,7 @@ _STEP: Final = re.compile(r"step-(\d{1,15})")
 _ASIDE: Final = "damaged-"
 _FILE: Final = re.compile(r"[a-z_]+-([0-9a-f]{8})\.safetensors")
 _MARK: Final = re.compile(r"incomplete-([0-9a-f]{8})")
+_AGAIN: Final = "copy this checkpoint again from its source"
 _TEMPORARY: Final = re.compile(r"index-([0-9a-f]{8})\.tmp")
 
 
@@ -69,7 +69,11 @@ def find(path: str) -> Found:
         CorruptionError: its index cannot be used.
     """
     if _has_index(path):
-        return _read(path)
+        try:
+            return _read(path)
+        except CorruptionError as error:
+            error.cure = instead(path) if error.cure == _AGAIN else error.cure
+            raise
     found = list_checkpoints(path)
     if not found:
         there = _listing(path)
@@ -111,6 +115,8 @@ def list_checkpoints(root: str, *, damaged: bool = True) -> list[Found]:
         if _indexes(root, damaged=damaged) == seen:
             break
     if damaged and wrong is not None:
+        if isinstance(wrong, CorruptionError) and wrong.cure == _AGAIN:
+            wrong.cure = instead(os.path.dirname(str(wrong.path)))
         raise wrong
     return sorted(found, key=lambda f: f.counter)
 
@@ -150,6 +156,26 @@ def aside(root: str, path: str) -> tuple[str, str] | None:
     while os.path.lexists(os.path.join(root, free)):
         free = _ASIDE + free
     return os.path.join(root, name), os.path.join(root, free)
+
+
+def instead(path: str) -> str:
+    """Return what to do about the checkpoint at `path`, which is damaged."""
+    path = os.path.abspath(path)
+    others: list[Found] = []
+    with contextlib.suppress(DirectoryError):
+        others = [f for f in list_checkpoints(os.path.dirname(path), damaged=False) if _is_complete(f)]
+    counter = next((f.counter for f in others if f.path == path), None)
+    others = [f for f in others if f.path != path]
+    others = [f for f in others if counter is None or f.counter < counter] or others
+    if others:
+        newest = others[-1]
+        return f"{_AGAIN}; or load {newest.path}, of {newest.step} steps of the optimizer"
+    return f"{_AGAIN}; there is no other whole checkpoint in {os.path.dirname(path)}: else begin a new run"
+
+
+def _is_complete(found: Found) -> bool:
+    """Return whether a checkpoint has all files that its index names."""
+    return all(os.path.isfile(os.path.join(found.path, name)) for name in found.content["files"].values())
 
 
 def _has_index(path: str) -> bool:
@@ -205,7 +231,7 @@ def _read(path: str) -> Found:
     """Read and check an index."""
     name = os.path.join(path, INDEX)
 
-    def wrong(expected: str, found: object, cure: str = AGAIN) -> CorruptionError:
+    def wrong(expected: str, found: object, cure: str = _AGAIN) -> CorruptionError:
         return CorruptionError(
             f"{name} is not a readable index of a checkpoint",
             path=name,
