@@ -453,11 +453,16 @@ def _of_checkpoint(
 def _texts_of(found: Found) -> dict[str, Any]:
     """Return the texts of a checkpoint; its config.json as values."""
     texts = dict(found.content.get("texts", {}))
-    named = ((n, _TEXT.fullmatch(n) and not n.startswith("model.safetensors")) for n in texts)
-    names = [n for n, right in named if not right or not isinstance(texts[n], str)]
-    with contextlib.suppress(ValueError, RecursionError):
-        texts[_CONFIG] = json.loads(texts.get(_CONFIG, "{}"))
-    if names or not isinstance(texts[_CONFIG], dict):
+    wrong = ""
+    for name, text in texts.items():
+        if not _TEXT.fullmatch(name) or name.startswith("model.safetensors") or not isinstance(text, str):
+            wrong = f"{name!r}: {text!r:.200}"
+    if not wrong and _CONFIG in texts:
+        with contextlib.suppress(ValueError, RecursionError):
+            texts[_CONFIG] = json.loads(texts[_CONFIG])
+        if not isinstance(texts[_CONFIG], dict):
+            wrong = f"{_CONFIG}: {texts[_CONFIG]!r:.200}"
+    if wrong:
         raise CorruptionError(
             f"the index of {found.path} has texts that no version of infinity writes",
             path=found.path,
