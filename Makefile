@@ -54,7 +54,7 @@ NATIVE := $(shell find csrc -type f -name '*.c' -o -type f -name '*.cpp' -o -typ
 FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
 # What runs with the settings of `make test` on `CudaDevice`, over a device that is late (tests/lagging), as well.
-LAGGING := $(patsubst %,tests/test_%.py,activations delayed delayed_edges delayed_machine faults overlap parity \
+LAGGING := $(patsubst %,tests/test_%.py,activations contracts delayed delayed_edges delayed_machine faults overlap \
              lagging_device muon optimizers rank_muon rank_seeds ranks state_dict_rules state_io)
 # What `make test-nightly` runs there: lagging_device has cases of these above.
 LAGGING_NIGHTLY := $(patsubst %,tests/test_%.py,fp32_moments split_master)
