@@ -19,33 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import infinity
 from infinity.core.errors import InfinityError
 
+from .adapters import Net
+
 STEPS = 10
 #: A directory of each process.
 HERE = "/proc/self/cwd/saved"
-
-
-class Net(nn.Module):
-    """Four units; tensors of odd sizes, tied ones, a frozen one and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(37, 150)
-        self.norm = nn.BatchNorm1d(150)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(150, 151), nn.Linear(151, 150)) for _ in range(2))
-        self.layers[1][0].weight = self.layers[0][0].weight
-        self.last = nn.Linear(150, 3)
-        self.last.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.first(x))
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.last(x)
 
 
 def made(config: dict[str, Any], frozen: bool = False) -> tuple[Net, Any]:

@@ -9,9 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +23,7 @@ from infinity.cli.main import run
 from infinity.core.errors import CorruptionError, DirectoryError, ParameterError, StorageError
 from infinity.storage import checkpoints
 
+from .command_line import started, wait_for_line
 from .faults import FaultFS, build, missing_means
 from .offloaded import ON_HOST, config_for
 from .ranks import run_ranks
@@ -133,8 +131,16 @@ def faulty(tmp_path: Path) -> Any:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("op", ["create", "write", "fsync", "truncate"])
-def test_a_save_that_meets_an_error_leaves_the_one_before(op: str, faulty: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("op", "number"),
+    [
+        *(("write", errno.ENOSPC), ("create", errno.EIO), ("write", errno.EIO)),
+        *(("fsync", errno.EIO), ("truncate", errno.EIO)),
+    ],
+)
+def test_a_save_that_meets_an_error_leaves_the_one_before(
+    op: str, number: int, faulty: Any, tmp_path: Path
+) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)
     root = faulty.path / "saved"
     for _ in range(2):
@@ -144,13 +150,13 @@ def test_a_save_that_meets_an_error_leaves_the_one_before(op: str, faulty: Any, 
     for nth in range(1, 60):
         step(model, adam)
         before = digest(model, adam)
-        faulty.arm(op, "error", nth, value=errno.EIO)
+        faulty.arm(op, "error", nth, value=number)
         error = None
         try:
             infinity.save(adam, root, keep_last=1)
         except StorageError as raised:
             error, failures = raised.errno, failures + 1
-        assert error in (None, errno.EIO)
+        assert error in (None, number)
         passed = error is None
         fired = faulty.get("fired")
         faulty.disarm()
@@ -169,23 +175,6 @@ def test_a_save_that_meets_an_error_leaves_the_one_before(op: str, faulty: Any, 
         if not fired:
             break
     assert failures > 3 or op in ("truncate", "fsync")
-    infinity.close(adam)
-
-
-def test_a_full_disk_is_refused_before_anything_is_written(faulty: Any, tmp_path: Path) -> None:
-    model, adam = start(tmp_path / "run", **ON_HOST)
-    root = faulty.path / "saved"
-    step(model, adam)
-    infinity.save(adam, root)
-    (faulty.path / "ballast").write_bytes(bytes(7 << 20))
-    step(model, adam)
-    listing = sorted(str(p) for p in root.rglob("*"))
-    with pytest.raises(DirectoryError, match="no room") as caught:
-        infinity.save(adam, root)
-    assert caught.value.errno == errno.ENOSPC
-    assert sorted(str(p) for p in root.rglob("*")) == listing
-    infinity.load(adam, root)
-    assert adam.steps == 1
     infinity.close(adam)
 
 
@@ -263,47 +252,6 @@ def test_an_old_checkpoint_that_is_damaged_does_not_keep_the_run_from_saving(tmp
     infinity.close(adam)
 
 
-def test_the_newest_is_the_one_that_was_saved_last_wherever_that_was(tmp_path: Path) -> None:
-    model, adam = start(tmp_path / "run", **ON_HOST)
-    for _ in range(3):
-        step(model, adam)
-        infinity.save(adam, tmp_path / "first")
-    step(model, adam)
-    elsewhere = Path(infinity.save(adam, tmp_path / "second"))
-    shutil.copytree(elsewhere, tmp_path / "first" / elsewhere.name)
-    infinity.load(adam, tmp_path / "first")
-    assert adam.steps == 4
-    step(model, adam)
-    infinity.save(adam, tmp_path / "first", keep_last=2)
-    assert sorted(p.name for p in (tmp_path / "first").iterdir()) == ["step-4", "step-5"]
-    infinity.close(adam)
-
-
-def test_one_that_may_not_be_looked_at_is_not_passed_over(tmp_path: Path) -> None:
-    model, adam = start(tmp_path / "run", **ON_HOST)
-    root = tmp_path / "saved"
-    for _ in range(2):
-        step(model, adam)
-        infinity.save(adam, root)
-    os.chmod(root / "step-2", 0o700)
-    for folder in (root, *root.parents):
-        if folder.stat().st_uid == os.getuid():
-            os.chmod(folder, folder.stat().st_mode | 0o055)
-    if os.getuid() == 0:  # root may look at everything
-        os.seteuid(65534)
-    else:
-        os.chmod(root / "step-2", 0)
-    try:
-        with pytest.raises(DirectoryError, match="step-2") as caught:
-            checkpoints.find(str(root))
-        assert caught.value.errno == errno.EACCES
-    finally:
-        if os.getuid() == 0:
-            os.seteuid(0)
-        os.chmod(root / "step-2", 0o700)
-    infinity.close(adam)
-
-
 def test_an_older_one_that_cannot_be_removed_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,102 +299,14 @@ def test_loads_beside_a_saver_that_keeps_one(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)
     root = tmp_path / "saved"
     infinity.save(adam, root)
-    command = [sys.executable, "-c", LOAD_BESIDE, str(root), str(tmp_path / "other")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as child:
-        timer = threading.Timer(90, child.kill)
-        timer.start()
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            while child.poll() is None:
-                step(model, adam)
-                infinity.save(adam, root, keep_last=1)
-            assert int(child.stdout.readline()) > 3
-        finally:
-            timer.cancel()
-            child.kill()
-    infinity.close(adam)
-
-
-@pytest.mark.parametrize(("file", "times"), [("index.json", 1), ("index.json", 8), ("values", 8)])
-def test_a_checkpoint_that_goes_under_a_look_is_no_error(
-    file: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The newer one, for which a save removed it, is found; also where that was not listed yet. And so on."""
-    model, adam = start(tmp_path / "run", **ON_HOST)
-    root, later = tmp_path / "saved", []
-    there = Path(infinity.save(adam, root))
-    for _ in range(times):
-        step(model, adam)
-        later.append(Path(infinity.save(adam, tmp_path / "newer")))
-    inner = os.open
-
-    def save_first(path: Any, *more: Any, **named: Any) -> int:
-        nonlocal there
-        if later and str(path).startswith(f"{there}/{file}"):
-            newer = root / later[0].name
-            later.pop(0).rename(newer)
-            shutil.rmtree(there)
-            there = newer
-        return inner(path, *more, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", save_first)
-        infinity.load(adam, root)
-    assert (adam.steps, later) == (times, [])
-    infinity.close(adam)
-
-
-@pytest.mark.parametrize("call", ["listdir", "lstat"])
-def test_a_list_that_a_save_makes_old_is_made_again(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The older one goes before the look at it; the newer one comes when nobody looks for it any more."""
-    model, adam = start(tmp_path / "run", **ON_HOST)
-    for _ in range(9):
-        step(model, adam)
-    old = Path(infinity.save(adam, tmp_path / "saved"))  # step-9, which is listed behind step-10
-    step(model, adam)
-    new = Path(infinity.save(adam, tmp_path / "newer"))
-    there = old.parent / new.name
-    there.mkdir()
-    inner = getattr(os, call)
-
-    def save_between(path: Any, *more: Any, **named: Any) -> Any:
-        looked = inner(path, *more, **named) if call == "listdir" else None
-        if old.exists() and str(path) == str(old.parent if call == "listdir" else old / "index.json"):
-            there.rmdir()
-            new.rename(there)
-            shutil.rmtree(old)
-        return looked if call == "listdir" else inner(path, *more, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, save_between)
-        infinity.load(adam, old.parent)
-    assert (adam.steps, old.exists()) == (10, False)
-    infinity.close(adam)
-
-
-def test_a_list_that_is_another_one_each_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, adam = start(tmp_path / "run", **ON_HOST)
-    index = Path(infinity.save(adam, tmp_path / "saved")) / "index.json"
-    inner = os.open
-
-    def gone(path: Any, *more: Any, **named: Any) -> int:
-        if str(path) == str(index):
-            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
-        return inner(path, *more, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", gone)
-        with pytest.raises(DirectoryError, match="cannot read"):
-            infinity.load(adam, tmp_path / "saved")
-        patched.setattr(
-            "infinity.storage.checkpoints._indexes", lambda *_, **__: {str(time.time_ns()): (0, 0)}
-        )
-        with pytest.raises(DirectoryError, match="cannot read"):
-            infinity.load(adam, tmp_path / "saved")
-    infinity.load(adam, tmp_path / "saved")
+    with started("-c", LOAD_BESIDE, str(root), str(tmp_path / "other")) as child:
+        wait_for_line(child, "ready")
+        until = time.monotonic() + 90
+        while child.poll() is None and time.monotonic() < until:
+            step(model, adam)
+            infinity.save(adam, root, keep_last=1)
+        out, err = child.communicate(timeout=30)
+    assert int(out) > 3, err
     infinity.close(adam)
 
 
@@ -471,16 +331,12 @@ def test_what_was_damaged_is_named_and_stops_the_run(tmp_path: Path) -> None:
     path = Path(infinity.save(adam, tmp_path / "saved"))
     for file in sorted(path.iterdir()):
         content = file.read_bytes()
-        for damage in ("flip", "cut", "gone"):
+        at = len(content) - 9
+        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        for damage, left in (("flip", flipped), ("cut", content[:at]), ("gone", b"")):
+            file.write_bytes(left)
             if damage == "gone":
                 file.unlink()
-            else:
-                at = len(content) - 9
-                file.write_bytes(
-                    content[:at]
-                    if damage == "cut"
-                    else content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-                )
             with pytest.raises((CorruptionError, DirectoryError)) as caught:
                 infinity.load(adam, path)
             assert file.name in str(caught.value) or file.name == "index.json"
@@ -507,45 +363,13 @@ def test_names_that_climb_are_refused(tmp_path: Path) -> None:
     _, adam = start(tmp_path / "run", **ON_HOST)
     path = Path(infinity.save(adam, tmp_path / "saved"))
     index = checkpoints.find(str(path)).content
-    for name in (
-        "../../etc/passwd",
-        "/etc/passwd",
-        "parameters-0123456.safetensors",
-        "x/parameters-01234567.safetensors",
-    ):
+    for name in ("../../etc/passwd", "/etc/passwd", "x/parameters-01234567.safetensors"):
         index["files"]["parameters"] = name
         inner = checkpoints._dump(index)
         text = b'{"crc32c":"' + checkpoints._crc(inner).encode() + b'","index":' + inner + b"}"
         (path / "index.json").write_bytes(text)
         with pytest.raises(CorruptionError, match="names of files of its own"):
             infinity.load(adam, tmp_path / "saved")
-    (path / "index.json").write_bytes(b"[" * 1_000_000)
-    with pytest.raises(CorruptionError, match="not a readable index of a checkpoint"):
-        infinity.load(adam, path)
-    infinity.close(adam)
-
-
-def test_a_damaged_index_names_another_checkpoint_where_there_is_one(tmp_path: Path) -> None:
-    _, adam = start(tmp_path / "run", **ON_HOST)
-    path = Path(infinity.save(adam, tmp_path / "saved"))
-    index = path / "index.json"
-    whole = index.read_bytes()
-    index.write_bytes(b"")
-    for target in (path, tmp_path / "saved"):
-        with pytest.raises(CorruptionError) as caught:
-            infinity.load(adam, target)
-        assert caught.value.cure == (
-            "copy this checkpoint again from its source; there is no other whole checkpoint in "
-            f"{tmp_path / 'saved'}: else begin a new run"
-        )
-    other = tmp_path / "saved" / "step-7"
-    shutil.copytree(path, other)
-    (other / "index.json").write_bytes(whole)
-    for target in (path, tmp_path / "saved"):
-        with pytest.raises(CorruptionError) as caught:
-            infinity.load(adam, target)
-        assert f"or load {other}, of 0 steps" in str(caught.value.cure)
-    infinity.load(adam, other)
     infinity.close(adam)
 
 
@@ -556,14 +380,11 @@ def test_a_damaged_index_says_what_was_found(tmp_path: Path) -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: index.write_bytes(b""), "an empty file"),
         (lambda: index.write_bytes(whole[:100]), "100 bytes that are not JSON"),
-        (lambda: index.write_bytes(b"\xff\x00\x13" * 40), "120 bytes that are not JSON"),
         (lambda: index.write_text("[1]"), "other JSON: [1]"),
-        (
-            lambda: index.write_bytes(whole.replace(b'"format":1', b'"format":7')),
-            "",
-        ),  # the CRC is another one
-        (index.mkdir, "a directory"),
+        (lambda: index.write_bytes(b"[" * 1_000_000), ""),
+        (lambda: index.write_bytes(whole.replace(b'"format":1', b'"format":7')), ""),  # another CRC
         (lambda: os.mkfifo(index), "a named pipe"),
+        (index.mkdir, "a directory"),
     ]
     for make, found in cases:
         index.unlink()
@@ -571,29 +392,6 @@ def test_a_damaged_index_says_what_was_found(tmp_path: Path) -> None:
         with pytest.raises(CorruptionError, match="not a readable index of a checkpoint") as caught:
             infinity.load(adam, tmp_path / "saved")
         assert str(caught.value.found).startswith(found)
-        if index.is_dir():
-            index.rmdir()
-            index.touch()
-    infinity.close(adam)
-
-
-def test_a_damaged_file_names_the_newest_older_checkpoint_that_is_whole(tmp_path: Path) -> None:
-    model, adam = start(tmp_path / "run", **ON_HOST)
-    paths = []
-    for _ in range(4):
-        step(model, adam)
-        paths.append(Path(infinity.save(adam, tmp_path / "saved")))
-    next(paths[1].glob("exp_avg-*")).unlink()  # that one is not whole either
-    file = next(paths[2].glob("parameters-*"))
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for whole in (paths[0], paths[3]):
-        for call in (infinity.load, lambda adam, path: infinity.export(path, tmp_path / "out")):
-            with pytest.raises(CorruptionError) as caught:
-                call(adam, paths[2])
-            assert f"or load {whole}, of {whole.name[-1]} steps" in str(caught.value.cure)
-        shutil.rmtree(paths[0], ignore_errors=True)
-    infinity.load(adam, paths[3])  # the cure
     infinity.close(adam)
 
 
@@ -646,11 +444,3 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
         assert (root / name).read_text() == name
     assert sorted(p.name for p in root.iterdir()) == ["other", "step-1", "step-3", "step-4"]
     infinity.close(adam)
-
-
-def test_the_directory_of_a_trainers_checkpoint_names_the_one_in_it(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-8" / "infinity").mkdir(parents=True)
-    with pytest.raises(DirectoryError, match="checkpoint-8/infinity;"):
-        checkpoints.find(str(tmp_path / "checkpoint-8"))
-    with pytest.raises(DirectoryError, match="that you passed to"):
-        checkpoints.find(str(tmp_path))
