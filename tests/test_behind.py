@@ -50,6 +50,7 @@ def sync(folder: Path, **settings: Any) -> infinity.Config:
     return config_for(folder, update="sync", **settings)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "dtype", "place", "accumulate"),
     [
@@ -192,6 +193,7 @@ def closure(model: Any, optimizer: Any, step: int) -> None:
     optimizer.step(make)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("loop", "form", "place"),
     [
@@ -311,6 +313,7 @@ def _trained(make: Callable[[], nn.Module], config: infinity.Config) -> list[tor
     return found
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("make", "place"),
     [
@@ -618,6 +621,7 @@ def _interrupt() -> None:
     time.sleep(10)  # Python's handler runs between two lines
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("place", "end", "at_once"),
     [("nvme", _raise, False), ("resident", _interrupt, False), ("host", _interrupt, True)],

@@ -87,6 +87,7 @@ def evictions(
     return found
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("seed", range(2))
 def test_what_goes_and_what_comes_never_depends_on_time(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -167,6 +167,7 @@ def test_inductor(form: str, when: str, budget: str, tmp_path: Path) -> None:
 RESIDENT = {"parameters": "device"}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("form", "when", "budget", "recompute", "settings"),
     [

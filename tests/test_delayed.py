@@ -146,6 +146,7 @@ def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "placement", "dtype"),
     [
@@ -199,6 +200,7 @@ def test_flush_publishes_the_newest(tmp_path: Path, placement: str) -> None:
     assert equal(found.newest[-1], wanted.newest[-1])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("training", [{"accumulate": 3}, {"dtype": "fp16", "loss_scale_window": 2}])
 def test_placement_never_changes_results(tmp_path: Path, training: dict[str, Any]) -> None:
     """Also with accumulation, with clipping that sometimes triggers, with overflows that skip steps."""
@@ -277,6 +279,7 @@ def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
         wrap_adamw(of("gpt", "fp32").model, delayed(tmp_path, "state on nvme", host_memory=fixed))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "placement", "dtype"),
     [

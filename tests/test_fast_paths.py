@@ -42,6 +42,7 @@ FAST: dict[str, tuple[Callable[[], nn.Module], list[str] | None]] = {
 }
 
 
+@pytest.mark.first
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", FAST)
 def test_torch_finds_its_fast_paths(name: str, tmp_path: Path) -> None:

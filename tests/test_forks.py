@@ -50,6 +50,7 @@ def outcome(call: Callable[[], object]) -> str:
     return "returned"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("tier", "update"),
     [("device", "overlap"), ("device", "delayed"), ("host", "overlap"), ("nvme", "delayed")],

@@ -35,6 +35,7 @@ def wrapped(folder: Path, model: nn.Module | None = None, **settings: Any) -> tu
     return infinity.wrap(model, optimizer, config_for(folder, **settings))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("gpt", "sync"), ("moe", "delayed"), ("cnn", "overlap"), ("lstm", "delayed")],

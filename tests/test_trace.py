@@ -152,6 +152,7 @@ def test_the_file_says_what_ran(traced: Traced) -> None:
     assert not list(traced.path.parent.glob("*.part"))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     "settings", [MIXED, {"parameters": "device", "update": "delayed", "delay_warmup_steps": 1}], ids=str
 )

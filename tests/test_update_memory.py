@@ -167,6 +167,7 @@ def undisturbed(place: str, mode: str) -> Done:
         return train(Path(folder), place, mode)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("place", "mode"),
     [("nvme", "overlap"), ("host", "sync"), ("device", "delayed"), ("nvme", "backward")],
@@ -198,6 +199,7 @@ def test_an_update_that_finds_no_memory_goes_on_where_it_stopped(
     assert_same(found, undisturbed(place, mode))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("place", "mode"), [("nvme", "delayed"), ("host", "overlap"), ("device", "sync")])
 def test_a_chunk_that_was_changed_ends_the_run_with_a_checkpoint_to_load(
     place: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +259,7 @@ def one_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return values
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("use", USES)
 def test_any_call_has_it_go_on(
     use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_step: dict[str, torch.Tensor]
