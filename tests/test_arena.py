@@ -237,7 +237,7 @@ chunk_specs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     chunks=st.lists(chunk_specs, max_size=15),
     weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
