@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from typing import NamedTuple
 
 import common
 
-from infinity.cli.bench.io_fio import find_fio, run_fio
 from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings, run_pass
 from infinity.hardware.aio import Ring
 
@@ -47,6 +47,7 @@ began, used = time.perf_counter(), time.process_time()
 call(buffer, path, 0)
 print(json.dumps([time.perf_counter() - began, time.process_time() - used]))
 """
+_MODES = {"read": "read", "write": "write", "mixed": "rw"}
 _PEERS = ("fio", "fio-huge", "deepspeed")
 _NAMES = {"fio": "fio", "fio-huge": "fio, huge pages", "deepspeed": "DeepSpeed aio_handle"}
 
@@ -65,9 +66,35 @@ def ours(load: Load, ring: Ring, settings: Settings, pattern: str, ticket: int) 
 
 
 def fio(load: Load, settings: Settings, pattern: str, seconds: float, *, huge: bool) -> Run:
-    """Run fio once, with its buffers in huge pages or as it comes."""
-    found = run_fio(load, settings, Job(pattern), seconds, huge=huge)
-    return Run(found.bytes_per_second / 1e9, found.cpu_seconds_per_gb)
+    """Run fio for `seconds` on the file of a load, with its buffers in huge pages or as it comes.
+
+    What it writes there, the load does not know.
+    """
+    if pattern != "read":
+        load.forget()
+    command = [
+        *("fio", "--name=bench", f"--filename={load.name}", "--allow_file_create=0"),
+        *(f"--direct={int(load.file.direct)}", "--ioengine=libaio", f"--iodepth={settings.queue_depth}"),
+        f"--bs={settings.block_bytes}",
+        f"--rw={_MODES[pattern]}",
+        f"--size={load.nbytes // settings.block_bytes * settings.block_bytes}",
+        f"--runtime={max(1, round(seconds * 1000))}ms",
+        *("--time_based", "--thread", "--norandommap", "--randrepeat=0"),
+        "--output-format=json",
+    ]
+    environment = {**os.environ, **({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge else {})}
+    # On an interrupt `run` kills the child before it lets the exception through.
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds + 60, check=True, env=environment
+    )
+    report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    if report.get("error"):
+        sys.exit(f"fio: error {report['error']}: {done.stderr}")
+    ways = [report[way] for way in ("read", "write")]
+    moved = sum(int(way["io_bytes"]) for way in ways)
+    took = max(float(way["runtime"]) for way in ways) / 1000
+    busy = (float(report["usr_cpu"]) + float(report["sys_cpu"])) / 100 * float(report["job_runtime"]) / 1000
+    return Run(moved / took / 1e9, busy / (moved / 1e9))
 
 
 def deepspeed(load: Load, pattern: str, args: argparse.Namespace) -> Run:
@@ -157,9 +184,11 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["libaio", "uring", "threads"])
     parser.add_argument("--plot", type=Path, help="a picture of the results (matplotlib)")
     args = parser.parse_args()
-    found = find_fio()
-    if found is None:
-        sys.exit("fio is not installed")
+    if shutil.which("fio") is None:
+        sys.exit("fio is not installed (Debian: apt install fio)")
+    found = subprocess.run(
+        ["fio", "--version"], capture_output=True, text=True, check=True, timeout=20
+    ).stdout
     hardware = common.hardware(args.directory)
     results = measure(args)
     table = summarize(results)
@@ -172,7 +201,7 @@ def main() -> None:
         args.output,
         {
             "benchmark": "io_fio",
-            "fio": found,
+            "fio": found.strip(),
             "hardware": hardware,
             "versions": common.versions(),
             "settings": {name: getattr(args, name) for name in names},

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from infinity.cli.bench import io_fio
 from infinity.cli.bench.group import bench_command
-from infinity.cli.bench.io_load import PATTERNS, Job, Load, Settings, run_pass
+from infinity.cli.bench.io_load import Job, Load, Settings, run_pass
 from infinity.cli.main import run as run_cli
 from infinity.core.errors import (
     ConfigError,
@@ -64,7 +63,7 @@ def load(directory: Path, nbytes: int = 32 * MiB) -> Iterator[Load]:
 
 
 def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Path) -> None:
-    found = bench("io", str(tmp_path), *SMALL, "--no-fio")
+    found = bench("io", str(tmp_path), *SMALL)
     assert found["benchmark"] == "io"
     assert found["file_bytes"] == 48 * MiB
     assert [case["pattern"] for case in found["cases"]] == ["read", "write", "mixed"]
@@ -81,7 +80,6 @@ def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Pat
         assert case["submit"]["max_seconds"] > 0
         assert case["verified_bytes"] > 0
         assert case["directories"] == [str(tmp_path)]
-        assert case["fio"] is None
     assert found["verified_bytes"] >= sum(case["verified_bytes"] for case in found["cases"])
     assert list(tmp_path.iterdir()) == []
 
@@ -232,23 +230,3 @@ def test_wrong_bytes_are_found(kind: str, tmp_path: Path) -> None:
         whole = Settings("auto", MiB, 16), Job("read", single=True), 60
         with pytest.raises(CorruptionError):
             run_pass([(mine, ring)], *whole, limit=mine.nbytes)
-
-
-# ---- fio ----
-
-
-def test_the_installed_fio_takes_our_arguments(tmp_path: Path) -> None:
-    settings = Settings("auto", 64 * KiB, 4)
-    with Load(str(tmp_path), 32 * MiB, grain=64 * KiB, window=MiB) as mine:
-        if io_fio.find_fio() is None:
-            with pytest.raises(io_fio.FioFailed, match="not installed"):
-                io_fio.run_fio(mine, settings, Job("read"), 0.1)
-            return
-        for pattern in PATTERNS:
-            result = io_fio.run_fio(mine, settings, Job(pattern), 0.1)
-            assert result.bytes_per_second > 0
-            assert set(result.latency_seconds) == {"p50", "p99", "p99.9"}
-        assert io_fio.run_fio(mine, settings, Job("read"), 0.1, huge=True).bytes_per_second > 0
-    with pytest.raises(io_fio.FioFailed):  # the file is gone
-        io_fio.run_fio(mine, settings, Job("read"), 0.1)
-    assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,10 @@
 """`infinity bench io`: what drives can do for the engine, measured as the engine uses them.
 
-Reads, writes and both at once (the update: equal parts of each), through the engine's own rings, beside fio
-where it is installed. See [Note: a bench leaves nothing behind] and [Note: what a bench verifies] in
-io_load.py.
+Reads, writes and both at once (the update: equal parts of each), through the engine's own rings. See
+[Note: a bench leaves nothing behind] and [Note: what a bench verifies] in io_load.py.
 
-Order of one case: fio, where it is compared; a pass that warms up and is not counted; the passes that count;
-a pass of single blocks for latencies; then a sample of what was written is read back and compared.
+Order of one case: a pass that warms up and is not counted; the passes that count; a pass of single blocks for
+latencies; then a sample of what was written is read back and compared.
 """
 
 from __future__ import annotations
@@ -42,20 +41,18 @@ from infinity.hardware.aio import BACKENDS
 from infinity.hardware.probe import available_host_memory
 from infinity.version import __version__
 
-from .io_fio import best_of_fio, find_fio
 from .io_load import PATTERNS, Job, Load, Settings, check_space, run_pass, usable_bytes
 
 _LEAST: Final = 16 * MiB
 _SAMPLE: Final = 64 * MiB  # read back after a case that wrote
 #: What `--quick` says where nothing else is said.
-_QUICK: Final[dict[str, Any]] = {"usual_size": 256 * MiB, "seconds": 0.25, "fio": False}
+_QUICK: Final[dict[str, Any]] = {"usual_size": 256 * MiB, "seconds": 0.25}
 
 
 @dataclass(frozen=True)
 class Request:
     """What is to be measured. Empty tuples: what the engine uses. `size` None: `usual_size`, as far as there
-    is room, and more where buffers need it. `seconds` are of one pass, `repeats` of one case; `fio`: compare
-    with it."""
+    is room, and more where buffers need it. `seconds` are of one pass, `repeats` of one case."""
 
     directories: tuple[str, ...]
     size: int | None = None
@@ -67,7 +64,6 @@ class Request:
     patterns: tuple[str, ...] = ()
     seconds: float = 0.5
     repeats: int = 3
-    fio: bool = True
 
 
 class Case(NamedTuple):
@@ -213,12 +209,9 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
     for place in places:
         if not place["direct"] or place["kind"] == MEMORY:
             warnings.append(f"{place['path']}: {place['filesystem']} answers from memory, not from a drive")
-    fio = find_fio() if request.fio else None
-    if request.fio and fio is None:
-        warnings.append("fio is not installed: there is nothing to compare with (Debian: apt install fio)")
     result: dict[str, Any] = {
         **{"benchmark": "io", "infinity": __version__, "directories": places},
-        **{"file_bytes": nbytes, "seconds_per_pass": request.seconds, "fio": fio},
+        **{"file_bytes": nbytes, "seconds_per_pass": request.seconds},
         **{"fill_bytes_per_second": [], "cases": []},
     }
     first, job = cases[0].settings, cases[0].job
@@ -232,24 +225,15 @@ def measure(request: Request, tell: Tell) -> dict[str, Any]:
             result["fill_bytes_per_second"].append(load.fill(first, job.chunk))
         for number, case in enumerate(cases):
             tell(f"{case.job.pattern}, {case.settings.backend} {sizes(case.settings)}", number, len(cases))
-            measured, said = measure_case(case, loads, request)
-            result["cases"].append(measured)
-            warnings += said
+            result["cases"].append(measure_case(case, loads, request))
         result["verified_bytes"] = sum(load.verified for load in loads)
     return {**result, "warnings": list(dict.fromkeys(warnings))}
 
 
-def measure_case(case: Case, loads: Sequence[Load], request: Request) -> tuple[dict[str, Any], list[str]]:
-    """Return the figures of a case as JSON has them, and warnings.
-
-    Where there is one directory it is compared with fio, which runs as long as all passes together: "one
-    file" is what fio is good at.
-    """
+def measure_case(case: Case, loads: Sequence[Load], request: Request) -> dict[str, Any]:
+    """Return the figures of a case as JSON has them."""
     chosen = [loads[index] for index in case.directories]
     job, settings, seconds = case.job, case.settings, request.seconds
-    fio, said = None, list[str]()
-    if request.fio and find_fio() is not None and len(chosen) == 1:
-        fio, said = best_of_fio(chosen[0], settings, job, seconds * request.repeats)
     verified = sum(load.verified for load in chosen)
     with contextlib.ExitStack() as stack:
         pairs = [(load, stack.enter_context(load.ring(settings))) for load in chosen]
@@ -266,7 +250,7 @@ def measure_case(case: Case, loads: Sequence[Load], request: Request) -> tuple[d
     rates = [tally.rate for tally in tallies]
     middle, moved = statistics.median(rates), sum(t.read + t.written for t in tallies)
     p50, p99, p999 = np.percentile(latencies, [50, 99, 99.9]).tolist()
-    result = {
+    return {
         "pattern": job.pattern,
         "directories": [load.directory for load in chosen],
         **settings._asdict(),
@@ -283,9 +267,7 @@ def measure_case(case: Case, loads: Sequence[Load], request: Request) -> tuple[d
         "cpu_seconds_per_gb": sum(t.cpu_seconds for t in tallies) / (moved / 1e9),
         "submit": {"less_than_2_to_the_i_microseconds": histogram, "max_seconds": most},
         "verified_bytes": sum(load.verified for load in chosen) - verified,
-        "fio": None if fio is None else {**fio._asdict(), "percent": 100 * middle / fio.bytes_per_second},
     }
-    return result, said
 
 
 # ---- the command ----
@@ -301,7 +283,7 @@ _PATTERNS: Final = click.Choice(PATTERNS)
 
 @click.command("io")
 @directories_argument()
-@click.option("--quick", is_flag=True, help="About five seconds, without fio.")
+@click.option("--quick", is_flag=True, help="About five seconds.")
 @click.option("--size", help="Of the file in each directory. Default: 1GiB (quick: 256MiB).")
 @click.option("--block", "blocks", callback=several(_size), help="Sizes such as 256KiB,1MiB.")
 @click.option("--depth", "depths", callback=several(int), help="Queue depths, such as 8,32.")
@@ -310,7 +292,6 @@ _PATTERNS: Final = click.Choice(PATTERNS)
 @click.option("--pattern", "patterns", callback=several(_PATTERNS), help=", ".join(PATTERNS))
 @click.option("--seconds", type=click.FloatRange(0.01, 3600), help="Of one pass.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Passes of one case.")
-@click.option("--fio/--no-fio", default=None, help="Compare with fio where it is installed.")
 @plot_option
 @click.option("--need", type=click.FloatRange(0), help="GB/s that a run needs, as a line in the plot.")
 @json_option
@@ -319,9 +300,8 @@ def io_command(
 ) -> None:
     """Measure drives as the engine uses them, in a file of its own that is gone afterwards.
 
-    Takes about a minute where fio is installed, half of that without it. Never fills a disk. Every
-    figure is the median of several passes; "spread" is the distance of the extremes over it. Each of fio's
-    engines runs as long as these passes together, and the fastest counts. Data that is read back is compared.
+    Takes about half a minute. Never fills a disk. Every figure is the median of several passes; "spread" is
+    the distance of the extremes over it. Data that is read back is compared.
     """
     told = {name: value for name, value in given.items() if value is not None}
     if size is not None:
@@ -340,21 +320,16 @@ def show(result: Mapping[str, Any]) -> None:
     for place in result["directories"]:
         parts = (place["path"], place["filesystem"], place["drive"], "" if place["direct"] else "no O_DIRECT")
         console.print(", ".join(part for part in parts if part), markup=False)
-    peers = any(case["fio"] for case in cases)
     several = len({tuple(case["directories"]) for case in cases}) > 1
     hows = [_how(case, name=several) for case in cases]
     same = len(set(hows)) == 1
     names = ["what", *([] if same else ["how"]), "GB/s", "spread", "ms: p50, p99, p99.9", "CPU s/GB"]
-    names += ["fio GB/s", "of fio", "fio CPU s/GB"] if peers else []
     table = table_of(*names, title=hows[0] if same else None, left=1 if same else 2)
     for case, how in zip(cases, hows, strict=True):
         row = [case["pattern"], *([] if same else [how])]
         row += [gigabytes(case["bytes_per_second"]), f"{case['spread']:.0%}"]
         row.append("  ".join(f"{case['latency_seconds'][p] * 1e3:.2f}" for p in ("p50", "p99", "p99.9")))
         row.append(f"{case['cpu_seconds_per_gb']:.3f}")
-        if (fio := case["fio"]) is not None:
-            row.append(f"{gigabytes(fio['bytes_per_second'])} {fio['engine']}")
-            row += [f"{fio['percent']:.0f} %", f"{fio['cpu_seconds_per_gb']:.3f}"]
         table.add_row(*row)
     console.print(table)
     # A submission that blocks holds up everything behind it.
