@@ -480,7 +480,7 @@ def test_a_rank_that_is_alive_and_outside_is_waited_for() -> None:
     line = (START + NAP).splitlines().index("    time.sleep(5)") + 1
     (_, _, waits), (_, _, sleeps), _ = results
     assert f"Rank 1: it is in `nap` at <rank>:{line}" in waits
-    assert "in: a step (`exchange` at <rank>:" in sleeps
+    assert "in: a step (`<module>` at <rank>:" in sleeps
     assert f"This rank, 1, is in `nap` at <rank>:{line}" in sleeps
     assert 2 <= sleeps.count("has waited for") <= 6
 
