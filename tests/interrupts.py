@@ -36,9 +36,9 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import InfinityError
-from infinity.hardware.adam_reference import adamw_reference
 
 from . import inner
+from .reference import adamw_reference
 
 PACKAGE = os.path.dirname(infinity.__file__)
 STANDARD = tuple(os.path.dirname(os.__file__) + f"/{n}.py" for n in ("threading", "contextlib", "weakref"))

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.hardware.adam_reference import reference_segments
+from infinity.hardware.cpu_adam import Adam, Segment
+
 from .models import Case
 
 Groups = Callable[[nn.Module], Iterable[Any]]
@@ -176,3 +179,27 @@ def beyond(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
     return sum(
         int(((found[n].float() - w.float()).abs() > rtol * w.float().abs()).sum()) for n, w in wanted.items()
     )
+
+
+def adamw_reference(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+) -> None:
+    """Update one tensor in plain torch, with the bits of the kernel of the CPU."""
+    options = Adam(beta1, beta2, eps, decoupled)
+    scalars = (step, lr, weight_decay, grad_scale, maximize, options)
+    segment = Segment(0, master.numel(), 0, 0, *scalars)
+    reference_segments(master, (exp_avg, exp_avg_sq), grad, out, (segment,))

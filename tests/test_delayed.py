@@ -14,11 +14,11 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, ParameterChangedError, StateDictError, WrapError
 from infinity.core.sizes import ALIGNMENT, ceil_to
-from infinity.hardware.adam_reference import adamw_reference
 from infinity.optim.optimizer import OffloadOptimizer
 
 from .models import Case, case
 from .offloaded import ON_HOST, ON_NVME, assert_same, config_for, train_offloaded, wrap_adamw
+from .reference import adamw_reference
 
 WARMUP = 2
 STEPS = 7

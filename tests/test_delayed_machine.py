@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.hardware.adam_reference import adamw_reference
 
 from .offloaded import ON_NVME, config_for
+from .reference import adamw_reference
 
 WIDTH = 8
 PLACEMENTS: tuple[dict[str, Any], ...] = (

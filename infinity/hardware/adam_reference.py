@@ -41,33 +41,6 @@ from .cpu_adam import (
 _COLUMNS: Final = 16  # of a block's tree: [Note: the halving tree] in adam_lane.inl
 
 
-def adamw_reference(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor | None = None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    decoupled: bool = True,
-    maximize: bool = False,
-) -> None:
-    """`adamw_update` in plain torch, for tensors of any one device: the same bits.
-
-    See [Note: one rounding per operation]. Temporary memory: a few slices of 2 Mi float32.
-    """
-    options = Adam(beta1, beta2, eps, decoupled)
-    scalars = (step, lr, weight_decay, grad_scale, maximize, options)
-    segment = Segment(0, master.numel(), 0, 0, *scalars)
-    reference_segments(master, (exp_avg, exp_avg_sq), grad, out, (segment,))
-
-
 class _Run(NamedTuple):
     """Elements, from `first` on, before `last`, that one call updates; of moments that are rounded, the place
     of the first within the parameter, and the key."""

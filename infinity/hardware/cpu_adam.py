@@ -173,43 +173,6 @@ if os.environ.get("INFINITY_ISA"):
 # ---- the update ----
 
 
-def adamw_update(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    out: torch.Tensor | None = None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    decoupled: bool = True,
-    maximize: bool = False,
-) -> None:
-    """Update `master` and its moments in place, in one pass; write the rounded copy to `out`.
-
-    Args:
-        master, exp_avg, exp_avg_sq: (n,) float32 on the CPU.
-        grad: (n,) float32, bfloat16 or float16.
-        out: (n,) float32, bfloat16 or float16 (to nearest, ties to even), or None.
-        lr, beta1, beta2, eps, weight_decay: as in `torch.optim.AdamW` (`Adam` if not `decoupled`).
-        step: 1 at the first update.
-        grad_scale: multiplies the gradient first (unscaling, clipping).
-        decoupled: AdamW's weight decay; otherwise Adam's.
-        maximize: ascend.
-
-    Raises:
-        ParameterError: a wrong device, dtype, length, layout or scalar, or tensors that overlap.
-    """
-    options = Adam(beta1, beta2, eps, decoupled)
-    scalars = (step, lr, weight_decay, grad_scale, maximize, options)
-    update_segments(master, (exp_avg, exp_avg_sq), grad, out, (Segment(0, master.numel(), 0, 0, *scalars),))
-
-
 def update_segments(
     master: torch.Tensor,
     moments: Sequence[torch.Tensor],
@@ -226,11 +189,14 @@ def update_segments(
             stochastically. Or all in 8 bits: their codes, (n,) uint8 each, then the scales of each,
             (⌈n / 256⌉,) float32. Then each segment begins at a multiple of 256 in the chunk, and in its
             parameter.
-        segments: in ascending order, without overlap, of one rule. For the other tensors see `adamw_update`.
+        grad: (n,) float32, bfloat16 or float16.
+        out: (n,) float32, bfloat16 or float16 (to nearest, ties to even), or None.
+        segments: in ascending order, without overlap, of one rule.
 
     Raises:
-        ParameterError: as `adamw_update`; also a segment that is outside the chunk or out of order, and
-            segments of several rules, or moments that are not those of the rule.
+        ParameterError: a wrong device, dtype, length, layout or scalar; tensors that overlap; a segment that
+            is outside the chunk or out of order; segments of several rules; moments that are not those of the
+            rule.
     """
     named = _state(master, moments, grad, out)
     for name, tensor in named:
