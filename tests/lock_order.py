@@ -13,7 +13,7 @@ from infinity.core.locks import ORDER
 _held = threading.local()
 
 
-def _mine() -> list[_Checked]:
+def _mine() -> list[Checked]:
     if not hasattr(_held, "locks"):
         _held.locks = []
     return _held.locks  # type: ignore[no-any-return]
@@ -25,7 +25,7 @@ os.register_at_fork(after_in_child=lambda: _mine().clear())
 def check() -> None:
     """Make new locks check the order, and waits look for locks that are held. An interrupt may leave such a
     lock taken."""
-    locks.check, locks.before_wait = _Checked, _may_wait
+    locks.check, locks.before_wait = Checked, _may_wait
 
 
 class LockOrderError(AssertionError):
@@ -37,10 +37,10 @@ def _may_wait() -> None:
         raise LockOrderError(f"a wait while holding {names}")
 
 
-class _Checked:
+class Checked:
     def __init__(self, plain: Any, name: str, reentrant: bool) -> None:
         self.name = name
-        self._plain = plain
+        self.plain = plain
         self._reentrant = reentrant
         self._place = ORDER.index(name)
 
@@ -61,11 +61,11 @@ class _Checked:
             above = [lock.name for lock in mine if lock._place >= self._place]
             if above:
                 raise LockOrderError(f"the lock {self.name!r} is taken while holding {above}; see `ORDER`")
-        taken: bool = self._plain.acquire(timeout=timeout)
+        taken: bool = self.plain.acquire(timeout=timeout)
         if taken:
             mine.append(self)
         return taken
 
     def release(self) -> None:
         _mine().remove(self)
-        self._plain.release()
+        self.plain.release()

@@ -30,6 +30,7 @@ from infinity.params.updates import Updates
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.transfer import Transfer
 
+from .. import lock_order
 from . import operators
 from .world import Finding, Point, World, where
 from .world import Stream as Queue
@@ -334,9 +335,9 @@ def _edges(patch: pytest.MonkeyPatch, here: World) -> None:
     _after(patch, Bell, "wait", take)
     _after(patch, Task, "__init__", give)
     _before(patch, Task, "run", functools.partial(take, last=True))
-    patch.setattr(locks, "checking", True)
-    _after(patch, locks._Checked, "__enter__", lambda lock: take(lock._plain))
-    _before(patch, locks._Checked, "__exit__", lambda lock: give(lock._plain))
+    patch.setattr(locks, "check", lock_order.Checked)
+    _after(patch, lock_order.Checked, "__enter__", lambda lock: take(lock.plain))
+    _before(patch, lock_order.Checked, "__exit__", lambda lock: give(lock.plain))
     for name in ("finish", "post"):
         _before(patch, Updates, name, give)
     for name in ("wait_unit", "has_unit", "has_chunk", "blocks_load", "busy"):
