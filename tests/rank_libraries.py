@@ -2,11 +2,10 @@
 DistributedDataParallel.
 
     rank_libraries.main()      sys.argv: a folder, "engine" or "torch"; accelerate
-    rank_libraries.mixed()     sys.argv: a folder; accelerate is asked for bf16
     rank_libraries.generates() sys.argv: a folder; a Seq2SeqTrainer that generates texts
     rank_libraries.stopped()   sys.argv: a folder; or this and "resume"; a signal comes to one rank
     rank_libraries.unaware()   sys.argv: a folder; a Trainer that takes a rank for the only one
-    rank_libraries.offloads()  sys.argv: a folder, "torch" or the stage; Trainer, or that of `offloaded`
+    rank_libraries.offloads()  sys.argv: a folder, "torch" or "engine"; Trainer, or that of `offloaded`
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.core.errors import ConfigError, PrecisionError
+from infinity.core.errors import ConfigError
 
 from .test_ecosystem import Seen, adamw, arguments, examples, llama, need, schedule, watch
 
@@ -44,18 +43,6 @@ def accelerate(model: Any, optimizer: Any, seen: Seen) -> Any:
     return model
 
 
-def mixed() -> None:
-    """Have accelerate run a wrapped model in bf16; print the error."""
-    model = llama()
-    config = infinity.Config(nvme=sys.argv[1], device="cpu", dtype="fp32", threads=1)
-    model, optimizer = infinity.wrap(model, adamw(model), config)
-    try:
-        need("accelerate").Accelerator(cpu=True, mixed_precision="bf16").prepare(model, optimizer)
-    except PrecisionError as error:
-        print(error)  # noqa: T201
-    infinity.close(optimizer)
-
-
 def offloads() -> None:
     """Train and resume in the middle of an epoch, with the best model at the end; leave the state in the
     folder, and print the losses and norms, the best checkpoint, and the checkpoints."""
@@ -71,8 +58,7 @@ def offloads() -> None:
         cls = offloaded(cls)
         given["infinity"] = infinity.Config(
             **{"nvme": str(folder / "arenas"), "host_memory": "64MiB", "device_memory": "8MiB", "threads": 1},
-            **{"parameters": "nvme" if by == "3" else "device", "optimizer_state": "nvme"},
-            zero_stage=int(by),
+            **{"parameters": "nvme", "optimizer_state": "nvme"},
         )
     seen = Seen()
     for resume in (None, str(out / "checkpoint-3")):

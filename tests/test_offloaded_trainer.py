@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from infinity.core.errors import (
     ConfigError,
     CorruptionError,
     DirectoryError,
-    ReleasedParameterError,
 )
 from infinity.integrations.deepspeed import config_from, scheduler_from
 
+from .command_line import python
 from .offloaded import config_for
 from .test_ecosystem import Seen, arguments, examples, llama, need, pairs, tokenizer, watch, words
 
@@ -217,17 +216,6 @@ def test_a_checkpoint_that_cannot_be_removed_stays(
     assert found.checkpoints == ["checkpoint-2", "checkpoint-6", f"checkpoint-{STEPS}"]
 
 
-def test_weights_alone_are_a_checkpoint_too(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    settings = {**SAVING, **EVALUATING, "save_only_model": True, "save_total_limit": 2}
-    found = Trained(offloaded(transformers.Trainer), tmp_path / "out", config, **settings)
-    assert found.checkpoints == ["checkpoint-2", f"checkpoint-{STEPS}"]
-    assert not (tmp_path / "out" / "checkpoint-2" / "infinity").exists()
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-2")
-    torch.testing.assert_close(dict(saved.state_dict()), found.seen.state, rtol=0, atol=0)
-
-
 def test_weights_alone_are_those_of_the_masters(
     transformers: Any, offloaded: Any, config: Any, tmp_path: Path
 ) -> None:
@@ -251,37 +239,27 @@ def test_weights_alone_are_those_of_the_masters(
     torch.testing.assert_close(saved, load(tmp_path / "resumed" / "model.safetensors"), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("dtype", "launched"), [("bf16", False), ("fp16", False), ("bf16", True)])
 def test_mixed_precision_is_the_compute_dtype(
-    dtype: str, transformers: Any, offloaded: Any, config: Any, tmp_path: Path
+    dtype: str,
+    launched: bool,
+    transformers: Any,
+    offloaded: Any,
+    config: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """That of the arguments, or of `accelerate launch`."""
     wanted = Trained(transformers.Trainer, tmp_path / "torch")
-    found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config, **{dtype: True})
-    assert getattr(found.args, dtype) is True  # the user's object
+    if launched:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", dtype)
+    given: dict[str, Any] = {} if launched else {dtype: True}
+    found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config, **given)
+    assert getattr(found.args, dtype) is not launched  # the user's object
     assert found.trainer.accelerator.mixed_precision == "no"
     assert {str(v.dtype) for v in found.seen.state.values()} == {f"torch.{DTYPES[dtype]}"}
     assert found.seen.losses == pytest.approx(wanted.seen.losses, rel=1e-2)
     assert found.seen.norms == pytest.approx(wanted.seen.norms, rel=5e-2)
-
-
-def test_bf16_is_what_wrap_does(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as launched:
-        launched.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # by `accelerate launch`
-        found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config)
-
-    class Wrapped(transformers.Trainer):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
-            super().create_optimizer()
-            wrapped = config.replace(dtype="bf16", device="cpu")
-            self.model, self.optimizer = infinity.wrap(self.model, self.optimizer, wrapped)
-            return self.optimizer
-
-    wanted = Trained(Wrapped, tmp_path / "torch")
-    infinity.close(wanted.trainer.model)
-    assert (found.seen.losses, found.seen.norms) == (wanted.seen.losses, wanted.seen.norms)
-    assert all(map(torch.equal, found.seen.state.values(), wanted.seen.state.values()))
 
 
 def test_a_step_that_overflows_leaves_the_learning_rate(
@@ -343,40 +321,12 @@ def sft(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
     )
 
 
-def sft_chunked(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
-    """Its loss is given the weight of the head, and slices it."""
-    trl, datasets = need("trl"), need("datasets")
-    return trainer(trl.SFTTrainer)(
-        llama(),
-        trl.SFTConfig(**arguments(folder, max_steps=STEPS), bf16=False, loss_type="chunked_nll"),
-        train_dataset=datasets.Dataset.from_dict({"text": [words(i, 8) for i in range(40)]}),
-        processing_class=tokenizer(),
-        callbacks=[watch(seen)],
-        **given,
-    )
-
-
 def dpo(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
     trl = need("trl")
     return trainer(trl.DPOTrainer)(
         llama(),
         args=trl.DPOConfig(**arguments(folder, max_steps=STEPS), bf16=False),
         train_dataset=pairs(),
-        processing_class=tokenizer(),
-        peft_config=lora(),
-        callbacks=[watch(seen)],
-        **given,
-    )
-
-
-def grpo(folder: Path, trainer: Any, seen: Seen, **given: Any) -> Any:
-    trl, datasets = need("trl"), need("datasets")
-    settings = arguments(folder, max_steps=3) | {"per_device_train_batch_size": 4}
-    return trainer(trl.GRPOTrainer)(
-        llama(),
-        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
-        args=trl.GRPOConfig(**settings, bf16=False, num_generations=4, max_completion_length=6, beta=0.1),
-        train_dataset=datasets.Dataset.from_dict({"prompt": [words(i, 4) for i in range(8)]}),
         processing_class=tokenizer(),
         peft_config=lora(),
         callbacks=[watch(seen)],
@@ -408,7 +358,7 @@ def lora() -> Any:
     return need("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-@pytest.mark.parametrize("build", [sft, sft_chunked, dpo, grpo, seq2seq], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [sft, dpo, seq2seq], ids=lambda build: build.__name__)
 def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, tmp_path: Path) -> None:
     runs = []
     for name, trainer, given in (
@@ -440,30 +390,7 @@ def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, t
     torch.testing.assert_close(found.state, wanted.state, rtol=1e-4, atol=1e-5)
 
 
-# -- what is refused -----------------------------------------------------------------------------
-
-
-def test_an_incomplete_first_checkpoint_is_none(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    args = transformers.TrainingArguments(**arguments(tmp_path))
-    run = offloaded(transformers.Trainer)(llama(), args, train_dataset=examples(), infinity=config)
-    (tmp_path / "checkpoint-5" / "infinity").mkdir(parents=True)
-    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
-    assert run.newest_checkpoint() is None
-    with pytest.raises(DirectoryError, match="newest_checkpoint"):
-        run.train(resume_from_checkpoint=True)
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_arguments_for_another_engine_are_refused(
-    name: str, transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    args = transformers.TrainingArguments(**arguments(tmp_path))
-    setattr(args, name, "ds.json")  # the constructor would ask for that engine's package
-    cure = r"infinity='ds\.json'" if name == "deepspeed" else r"ds\.json"
-    with pytest.raises(ConfigError, match=cure):
-        offloaded(transformers.Trainer)(llama(), args, infinity=config)
+# -- settings of DeepSpeed, and what is refused ---------------------------------------------------
 
 
 def deepspeed(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -487,9 +414,8 @@ def deepspeed(folder: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
-    dtype: str | None, transformers: Any, offloaded: Any, tmp_path: Path
+    transformers: Any, offloaded: Any, tmp_path: Path
 ) -> None:
     class ByHand(transformers.Trainer):  # type: ignore[misc]
         def create_optimizer(self, model: Any = None) -> Any:
@@ -504,10 +430,10 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
             return self.lr_scheduler
 
     (tmp_path / "nvme").mkdir()
-    settings = deepspeed(tmp_path / "nvme", **({dtype: {"enabled": True}} if dtype else {}))
+    settings = deepspeed(tmp_path / "nvme")
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(settings))
-    arguments = {"bf16": dtype == "bf16", "gradient_accumulation_steps": 2, **SAVING}
+    arguments = {"gradient_accumulation_steps": 2, **SAVING}
     with pytest.warns(UserWarning, match="notes about") as warned:
         found = Trained(offloaded(transformers.Trainer), tmp_path / "file", file, **arguments)
     notes = [
@@ -521,9 +447,8 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
     assert found.seen.losses == wanted.seen.losses
     assert found.seen.norms == wanted.seen.norms
     torch.testing.assert_close(found.seen.state, wanted.seen.state, rtol=0, atol=0)
-    if dtype is None:
-        plain = Trained(ByHand, tmp_path / "plain", **arguments)
-        assert found.seen.losses == pytest.approx(plain.seen.losses, rel=1e-5)
+    plain = Trained(ByHand, tmp_path / "plain", **arguments)
+    assert found.seen.losses == pytest.approx(plain.seen.losses, rel=1e-5)
     resumed = Trained(
         *(offloaded(transformers.Trainer), tmp_path / "resumed", settings),
         resume=str(tmp_path / "file" / "checkpoint-4"),
@@ -532,58 +457,11 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
     assert resumed.seen.losses == found.seen.losses[4:]
 
 
-def test_what_the_file_of_deepspeed_leaves_open_is_as_the_arguments_say(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    """Here the optimizer, the scheduler and the dtype; a scheduler of torch keeps its own parameters."""
-    (tmp_path / "nvme").mkdir()
-    settings = deepspeed(tmp_path / "nvme")
-    of_torch = {**settings, "scheduler": {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}}
-    del settings["optimizer"], settings["scheduler"]
-    wanted = Trained(offloaded(transformers.Trainer), tmp_path / "config", config, bf16=True)
-    found = Trained(offloaded(transformers.Trainer), tmp_path / "file", settings, bf16=True)
-    assert engine_of(found.trainer.optimizer).config.dtype == "bf16"
-    assert found.seen.losses == pytest.approx(wanted.seen.losses, rel=1e-3)
-    found = Trained(offloaded(transformers.Trainer), tmp_path / "torch", of_torch)
-    assert isinstance(found.trainer.lr_scheduler, torch.optim.lr_scheduler.StepLR)
-    assert found.trainer.lr_scheduler.get_last_lr() == [3e-3 * 0.5**3]
-    found.trainer.lr_scheduler = None
-    assert found.trainer.create_scheduler(STEPS).get_last_lr() == [3e-3]
-
-
-def test_an_optimizer_and_a_scheduler_of_the_program_go_before_those_of_the_file(
-    transformers: Any, offloaded: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "nvme").mkdir()
-    model, args = llama(), transformers.TrainingArguments(**arguments(tmp_path / "out", max_steps=2))
-    adam = torch.optim.AdamW(model.parameters(), lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(adam, 0.5)
-    settings = deepspeed(tmp_path / "nvme")
-    for given in ({"optimizers": (adam, scheduler)}, {"optimizer_cls_and_kwargs": (type(adam), {"lr": 0.5})}):
-        run = offloaded(transformers.Trainer)(
-            model, args, train_dataset=examples(), infinity=settings, **given
-        )
-        run.create_optimizer_and_scheduler(2)
-        rates = [group["initial_lr"] for group in run.optimizer.param_groups]
-        if "optimizers" in given:
-            assert run.lr_scheduler is scheduler
-            assert rates == [0.5]
-        else:  # that of the file sets the initial rate to 1
-            assert isinstance(run.lr_scheduler, torch.optim.lr_scheduler.LambdaLR)
-            assert len(rates) == 2
-        infinity.close(run.model)
-        model = llama()
-
-
 @pytest.mark.parametrize(
     ("changes", "given", "said"),
     [
         ({"bf16": {"enabled": True}}, {}, "bf16=True in the training arguments"),
-        ({"fp16": {"enabled": False}}, {"fp16": True}, '"fp16": {"enabled": "auto"}'),
-        ({"bfloat16": {"enabled": True}}, {"fp16": True}, "TrainingArguments(bf16=False)"),
         ({"train_micro_batch_size_per_gpu": 7}, {}, "per_device_train_batch_size"),
-        ({"train_batch_size": 7}, {"gradient_accumulation_steps": 3}, "train_batch_size 6"),
-        ({"optimizer": {"type": "SGD", "params": {"momentum": "auto"}}}, {}, "optimizer.params"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, {}, "optimizer.params"),
         ({"scheduler": {"type": "StepLR", "params": {"size": 2}}}, {}, "scheduler.params"),
     ],
@@ -642,11 +520,21 @@ def test_refusals_of_what_is_no_trainer(
     trainer = offloaded(transformers.Trainer)
     assert offloaded(trainer) is trainer is offloaded(transformers.Trainer)
     args = transformers.TrainingArguments(**arguments(tmp_path / "out"))
+    (tmp_path / "out" / "checkpoint-5" / "infinity").mkdir(parents=True)  # incomplete
+    run = trainer(llama(), args, train_dataset=examples(), infinity=config)
+    assert run.newest_checkpoint() is None
+    with pytest.raises(DirectoryError, match="newest_checkpoint"):
+        run.train(resume_from_checkpoint=True)
     for wrong in ({}, {"infinity": {"dtype": "bf16"}}):
         with pytest.raises(ConfigError, match=r"infinity\.Config"):
             trainer(llama(), args, **wrong)
     with pytest.raises(ConfigError, match="device='cpu'"):
         trainer(llama(), args, infinity=config.replace(device="cuda"))
+    for engine, cure in (("fsdp", r"ds\.json"), ("deepspeed", r"infinity='ds\.json'")):
+        args = transformers.TrainingArguments(**arguments(tmp_path / "out"))
+        setattr(args, engine, "ds.json")  # the constructor would ask for that engine's package
+        with pytest.raises(ConfigError, match=cure):
+            trainer(llama(), args, infinity=config)
 
 
 def test_a_trainer_with_other_methods_is_refused(transformers: Any) -> None:
@@ -677,81 +565,14 @@ def test_an_older_transformers_does_the_same(transformers: Any) -> None:
         f"assert transformers.__version__ != {transformers.__version__!r}\n"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    chosen = "does_what_trainer_does or resumes or overflows or other_methods"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(older), str(Path(__file__).parents[1])])},
-        **{"capture_output": True, "text": True, "timeout": 280},
-    )
+    chosen = "(does_what_trainer_does and best) or middle_of_an_epoch or overflows or other_methods"
+    path = os.pathsep.join([str(older), str(Path(__file__).parents[1])])
+    command = ["-c", script, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    done = python(*command, env={"PYTHONPATH": path}, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_a_trainer_that_copies_adapters_gets_the_plain_model(
-    tier: str, transformers: Any, tmp_path: Path
-) -> None:
-    """DPOTrainer and GRPOTrainer copy them into those of their reference, as they are built."""
-    trl, peft = need("trl"), need("peft")
-    config = config_for(tmp_path, parameters=tier)
-
-    model = peft.get_peft_model(llama(), lora())
-    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = infinity.wrap(model, adam, config)
-    with pytest.raises(ReleasedParameterError) as caught:
-        trl.DPOTrainer(
-            model,
-            args=trl.DPOConfig(**arguments(tmp_path, max_steps=2), bf16=False),
-            train_dataset=pairs(),
-            processing_class=tokenizer(),
-        )
-    infinity.close(optimizer)
-    assert "build `offloaded(…)` of the trainer's class with the plain model" in str(caught.value.cure)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_collator_that_holds_the_model(
-    workers: int, transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """Workers that get it pickled, as from Python 3.14 on."""
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, decoder_start_token_id=93, pad_token_id=93)
-    )
-
-    def trained(held: Any, **settings: Any) -> int:
-        return (
-            offloaded(transformers.Seq2SeqTrainer)(
-                model,
-                transformers.Seq2SeqTrainingArguments(**arguments(tmp_path, max_steps=2, **settings)),
-                train_dataset=[{"input_ids": [1, 2, 3], "labels": [4, 5]}] * 4,
-                data_collator=transformers.DataCollatorForSeq2Seq(tokenizer(), model=held),
-                infinity=config,
-            )
-            .train()
-            .global_step
-        )
-
-    # Workers have this path, too; other tests have put a torchvision on it that this torch cannot load.
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if Path(each).name != "architectures"])
-    before = torch.multiprocessing.get_start_method(allow_none=True)
-    torch.multiprocessing.set_start_method("spawn", force=True)
-    try:
-        if workers == 0:
-            assert trained(model, dataloader_num_workers=0) == 2
-        else:
-            with pytest.raises(ReleasedParameterError, match="dataloader_num_workers=0") as caught:
-                trained(model, dataloader_num_workers=1)
-            assert "EMA" not in str(caught.value)
-            infinity.unwrap(model)
-            with torch.device("meta"):
-                empty = type(model)(model.config)
-            assert trained(empty, dataloader_num_workers=1) == 2
-    finally:
-        torch.multiprocessing.set_start_method(before, force=True)
-        infinity.close(model)
-
-
-def test_a_damaged_checkpoint_names_an_older_one(
+def test_a_damaged_checkpoint_is_not_passed_over(
     transformers: Any, offloaded: Any, config: Any, tmp_path: Path
 ) -> None:
     def trainer(steps: int) -> Any:
@@ -775,20 +596,11 @@ def test_a_damaged_checkpoint_names_an_older_one(
         lambda: run.train(resume_from_checkpoint=True),
         lambda: run.train(resume_from_checkpoint=newest),
     ):
-        with pytest.raises(CorruptionError) as caught:
+        with pytest.raises(CorruptionError):
             call()
-        assert caught.value.cure == (
-            f"copy {newest} again from its source; or train(resume_from_checkpoint={older!r})"
-        )
-    [first] = Path(older, "infinity").glob("step-*/index.json")
-    begun = first.read_bytes()
-    first.write_bytes(b"")
-    with pytest.raises(CorruptionError, match=r"train\(resume_from_checkpoint=None\): there is no older one"):
-        run.newest_checkpoint()
-    first.write_bytes(begun)
-    assert run.train(resume_from_checkpoint=older).global_step == 6  # the cure
+    assert run.train(resume_from_checkpoint=older).global_step == 6  # one cure
     infinity.close(run.model)
     index.write_bytes(whole)
     run = trainer(6)
-    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other one
+    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other
     infinity.close(run.model)

@@ -14,7 +14,6 @@ from torch import nn
 
 from infinity.storage.checkpoints import find
 
-from .quick import quick
 from .ranks import all_well, run_ranks
 from .test_ecosystem import need
 from .test_ranks import of_stage
@@ -101,13 +100,6 @@ def test_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_one_rank_that_torchrun_has_started(tmp_path: Path) -> None:
-    script = "from tests.rank_libraries import main\nmain()"
-    (said,) = all_well(run_ranks(1, script, str(tmp_path), "engine", seconds=120, imports=IMPORTS))
-    assert len(json.loads(said.splitlines()[-1])[0]) >= 5
-
-
-@pytest.mark.integration
 def test_ten_steps_on_two_ranks(tmp_path: Path) -> None:
     said = {}
     for by in ("torch", "engine"):
@@ -123,18 +115,9 @@ def test_ten_steps_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_mixed_precision_of_accelerate_is_refused(tmp_path: Path) -> None:
-    script = "from tests.rank_libraries import mixed\nmixed()"
-    for said in all_well(run_ranks(2, script, str(tmp_path), seconds=120, imports=IMPORTS)):
-        assert "accelerate cannot run a wrapped model with mixed precision bf16" in said
-        assert 'Config(dtype="bf16")' in said
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("stages", [["3"], pytest.param(["0", "1"], marks=pytest.mark.nightly)])
-def test_an_offloaded_trainer_on_two_ranks(stages: list[str], tmp_path: Path) -> None:
+def test_an_offloaded_trainer_on_two_ranks(tmp_path: Path) -> None:
     said = {}
-    for by in ("torch", *stages):
+    for by in ("torch", "engine"):
         script = "from tests.rank_libraries import offloads\noffloads()"
         first, second = all_well(run_ranks(2, script, str(tmp_path), by, seconds=120, imports=IMPORTS))
         lines = [[json.loads(line) for line in out.splitlines() if line[0] == "["] for out in (first, second)]
@@ -142,15 +125,14 @@ def test_an_offloaded_trainer_on_two_ranks(stages: list[str], tmp_path: Path) ->
         assert lines[0] == lines[1]
     assert len(said["torch"]) == 3
     wanted = torch.load(tmp_path / "torch.pt", weights_only=True)
-    for stage in stages:
-        assert said[stage][:2] == said["torch"][:2]
-        assert len(said["torch"][2][0]) >= 9
-        for of_engine, of_torch in zip(said[stage][2], said["torch"][2], strict=True):
-            assert of_engine == pytest.approx(of_torch, rel=1e-5)
-        state = torch.load(tmp_path / f"{stage}.pt", weights_only=True)
-        torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-6)
-        final = load_file(tmp_path / stage / "out" / "final" / "model.safetensors")
-        torch.testing.assert_close(final, state, rtol=0, atol=0)
+    assert said["engine"][:2] == said["torch"][:2]
+    assert len(said["torch"][2][0]) >= 9
+    for of_engine, of_torch in zip(said["engine"][2], said["torch"][2], strict=True):
+        assert of_engine == pytest.approx(of_torch, rel=1e-5)
+    state = torch.load(tmp_path / "engine.pt", weights_only=True)
+    torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-6)
+    final = load_file(tmp_path / "engine" / "out" / "final" / "model.safetensors")
+    torch.testing.assert_close(final, state, rtol=0, atol=0)
 
 
 @pytest.mark.integration
@@ -191,13 +173,12 @@ def trains_as_torch_does(folder: Path, stage: int, **settings: Any) -> None:
     assert all_well(results) == ["same\n"] * 2
 
 
-@pytest.mark.parametrize("stage", quick([0, 1, 3], [3]))
-def test_generate_between_steps(stage: int, tmp_path: Path) -> None:
-    trains_as_torch_does(tmp_path, stage)
+def test_generate_between_steps(tmp_path: Path) -> None:
+    trains_as_torch_does(tmp_path, 3)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("adapters", "stage"), [("lora", 3), ("dora", 3), ("saved", 1), ("lora", 0)])
+@pytest.mark.parametrize(("adapters", "stage"), [("dora", 3), ("saved", 1)])
 def test_adapters_train_as_in_plain_torch(adapters: str, stage: int, tmp_path: Path) -> None:
     need("peft")
     trains_as_torch_does(tmp_path, stage, adapters=adapters)
