@@ -207,7 +207,7 @@ def test_no_rank_ever_has_the_whole_model(tmp_path: Path) -> None:
     device, host = 12 * mib, 40 * mib
     config, _ = job(tmp_path, "nvme")
     config |= {"device_memory": 2 * device, "host_memory": 2 * host}
-    results = run_ranks(2, MEMORY, json.dumps(config), f"{tmp_path}/", imports=["infinity.cli.measure"])
+    results = run_ranks(2, MEMORY, json.dumps(config), f"{tmp_path}/")
     found = [json.loads(said) for said in all_well(results)]
     for of in found:
         assert all(of[name] <= 8 * mib for name in ("save", "load", "export")), found
