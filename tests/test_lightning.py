@@ -18,6 +18,7 @@ from infinity.core.errors import (
     ConfigError,
     CorruptionError,
     DirectoryError,
+    ReleasedParameterError,
     StateDictError,
     WrapError,
 )
@@ -386,10 +387,21 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.saving"))
 
 
-def test_a_callback_that_unfreezes_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_callback_that_unfreezes_layers(tier: str, tmp_path: Path) -> None:
     L = need("lightning.pytorch")
 
-    class Unfreezes(L.callbacks.BaseFinetuning):  # type: ignore[misc,name-defined]
+    class Refused(L.callbacks.BaseFinetuning):  # type: ignore[misc,name-defined]
+        """As Lightning's pages write it."""
+
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.model[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.model[0], optimizer)
+
+    class Cured(L.callbacks.BaseFinetuning):  # type: ignore[misc,name-defined]
         def freeze_before_training(self, module: Any) -> None:
             pass
 
@@ -405,10 +417,26 @@ def test_a_callback_that_unfreezes_layers(tmp_path: Path) -> None:
         )
         return module
 
+    def refused() -> None:
+        module = net()
+        made = module.configure_optimizers
+        module.configure_optimizers = lambda: torch.optim.AdamW(
+            [p for p in module.parameters() if p.requires_grad], made()["optimizer"].defaults["lr"]
+        )
+        by = strategy(tmp_path / "refused", parameters=tier)
+        try:
+            trainer(tmp_path, by, 3, callbacks=[Refused()], enable_checkpointing=False).fit(module, data())
+        finally:
+            infinity.close(module)
+
+    with pytest.raises((ReleasedParameterError, WrapError)) as caught:
+        refused()
+    for words in ("`configure_optimizers`", "`freeze_before_training`", "`self.make_trainable(modules)`"):
+        assert words in str(caught.value.cure)
     seen: list[torch.Tensor] = []
-    wanted = fit("ddp", "ddp_find_unused_parameters_true", Unfreezes()).state_dict()
+    wanted = fit("ddp", "ddp_find_unused_parameters_true", Cured()).state_dict()
     seen = []
-    module = fit("out", strategy(tmp_path / "out", parameters="nvme"), Unfreezes())
+    module = fit("out", strategy(tmp_path / "out", parameters=tier), Cured())
     torch.testing.assert_close(module.state_dict(), wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])

@@ -119,26 +119,6 @@ def test_accumulation_clipping_and_state_dicts_are_those_of_torch(tmp_path: Path
     infinity.close(optimizer)
 
 
-def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
-    def wrapped(name: str, **settings: Any) -> tuple[Net, Any]:
-        model = Net()
-        (tmp_path / name).mkdir()
-        config = config_for(tmp_path / name, optimizer_state_dtype="bf16", **settings)
-        return infinity.wrap(model, muon(model.parameters()), config)
-
-    model, optimizer = wrapped("first", **ON_HOST)
-    run_net(model, optimizer, range(1))
-    infinity.save(optimizer, tmp_path / "saved")
-    run_net(model, optimizer, range(1, STEPS))
-    wanted = state_of(model)
-    infinity.close(optimizer)
-    model, optimizer = wrapped("second", chunk_elements=131072)
-    infinity.load(optimizer, tmp_path / "saved")
-    run_net(model, optimizer, range(1, STEPS))
-    assert_equal(state_of(model), wanted)
-    infinity.close(optimizer)
-
-
 def test_what_is_not_available_is_refused(tmp_path: Path) -> None:
     model = Net()
     theirs = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])

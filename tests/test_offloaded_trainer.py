@@ -19,6 +19,7 @@ from infinity.core.errors import (
     ConfigError,
     CorruptionError,
     DirectoryError,
+    ReleasedParameterError,
 )
 from infinity.integrations.deepspeed import config_from, scheduler_from
 
@@ -572,7 +573,7 @@ def test_an_older_transformers_does_the_same(transformers: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_damaged_checkpoint_is_not_passed_over(
+def test_a_damaged_checkpoint_names_an_older_one(
     transformers: Any, offloaded: Any, config: Any, tmp_path: Path
 ) -> None:
     def trainer(steps: int) -> Any:
@@ -596,11 +597,39 @@ def test_a_damaged_checkpoint_is_not_passed_over(
         lambda: run.train(resume_from_checkpoint=True),
         lambda: run.train(resume_from_checkpoint=newest),
     ):
-        with pytest.raises(CorruptionError):
+        with pytest.raises(CorruptionError) as caught:
             call()
-    assert run.train(resume_from_checkpoint=older).global_step == 6  # one cure
+        assert caught.value.cure == (
+            f"copy {newest} again from its source; or train(resume_from_checkpoint={older!r})"
+        )
+    [first] = Path(older, "infinity").glob("step-*/index.json")
+    begun = first.read_bytes()
+    first.write_bytes(b"")
+    with pytest.raises(CorruptionError, match=r"train\(resume_from_checkpoint=None\): there is no older one"):
+        run.newest_checkpoint()
+    first.write_bytes(begun)
+    assert run.train(resume_from_checkpoint=older).global_step == 6  # the cure
     infinity.close(run.model)
     index.write_bytes(whole)
     run = trainer(6)
-    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other
+    assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other one
     infinity.close(run.model)
+
+
+def test_a_trainer_that_copies_adapters_gets_the_plain_model(transformers: Any, tmp_path: Path) -> None:
+    """DPOTrainer and GRPOTrainer copy them into those of their reference, as they are built."""
+    trl, peft = need("trl"), need("peft")
+    config = config_for(tmp_path, parameters="host")
+
+    model = peft.get_peft_model(llama(), lora())
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer = infinity.wrap(model, adam, config)
+    with pytest.raises(ReleasedParameterError) as caught:
+        trl.DPOTrainer(
+            model,
+            args=trl.DPOConfig(**arguments(tmp_path, max_steps=2), bf16=False),
+            train_dataset=pairs(),
+            processing_class=tokenizer(),
+        )
+    infinity.close(optimizer)
+    assert "build `offloaded(…)` of the trainer's class with the plain model" in str(caught.value.cure)

@@ -24,7 +24,7 @@ from infinity.optim.loading import OURS
 from infinity.planning.parts import SQUARES
 
 from .models import case
-from .offloaded import ON_DEVICE, ON_HOST, RESIDENT, config_for
+from .offloaded import ON_DEVICE, ON_HOST, config_for
 from .whole import ALL_OPTIMIZERS, OPTIMIZERS, Make, train_whole
 
 STEPS = 4
@@ -189,25 +189,6 @@ def test_wrap_takes_over_state_that_there_is(tmp_path: Path) -> None:
     found = state_of(model)
     infinity.close(optimizer)
     assert_near(found, other)
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [("adamw", "bf16"), ("lion", "8bit"), ("adamw", "8bit, some fp32"), ("adamw", "split masters, 8bit")],
-)
-def test_a_checkpoint_resumes_bit_for_bit(name: str, form: str, tmp_path: Path) -> None:
-    """Somewhere else, and from chunks of another size."""
-    make, settings = OPTIMIZERS[name], FORMS[form]
-    wanted = trained(make, tmp_path / "whole", **settings, **ON_HOST)
-    model, optimizer = wrapped(make, tmp_path / "a", **settings)
-    go_on(model, optimizer, 0, 2)
-    infinity.save(optimizer, tmp_path / "saved")
-    infinity.close(optimizer)
-    model, optimizer = wrapped(make, tmp_path / "b", **settings, chunk_elements=131072, **RESIDENT)
-    infinity.load(optimizer, tmp_path / "saved")
-    go_on(model, optimizer, 2, STEPS)
-    assert_equal(state_of(model), wanted)
-    infinity.close(optimizer)
 
 
 def as_kept(kind: str, value: torch.Tensor, dtype: str) -> torch.Tensor:
