@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from .command_line import python
 from .lagging.run import CASES
-from .ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -32,10 +32,8 @@ def run(*arguments: str, what: str = "run", seconds: float = 280) -> tuple[int, 
     """Run cases in a process of their own: torch learns of the device before its first backward. Return its
     exit code and what it said."""
     script = f"import sys\nfrom tests.lagging.{what} import main\nsys.exit(main())"
-    ((code, out, err),) = run_ranks(
-        1, script, *arguments, seconds=seconds, imports=[f"tests.lagging.{what}"], device="cpu"
-    )
-    return code, out + err[-4000:]
+    done = python("-c", script, *arguments, timeout=seconds, cold=True)
+    return done.returncode, done.stdout + done.stderr[-4000:]
 
 
 @pytest.mark.first
