@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from infinity.hardware.adam_reference import reference_segments
-from infinity.hardware.cpu_adam import Adam, Segment
 
+from .device_bits import adam_segment
 from .models import Case
 
 Groups = Callable[[nn.Module], Iterable[Any]]
@@ -187,19 +187,8 @@ def adamw_reference(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     out: torch.Tensor | None = None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    decoupled: bool = True,
-    maximize: bool = False,
+    **options: Any,
 ) -> None:
-    """Update one tensor in plain torch, with the bits of the kernel of the CPU."""
-    options = Adam(beta1, beta2, eps, decoupled)
-    scalars = (step, lr, weight_decay, grad_scale, maximize, options)
-    segment = Segment(0, master.numel(), 0, 0, *scalars)
+    """Update one tensor in plain torch, with the bits of the CPU's kernel. `options`: of `adam_segment`."""
+    segment = adam_segment(0, master.numel(), **options)
     reference_segments(master, (exp_avg, exp_avg_sq), grad, out, (segment,))

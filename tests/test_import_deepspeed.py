@@ -325,6 +325,10 @@ def _reversed(content: Any) -> None:
     content["param_shapes"] = [dict(reversed(group.items())) for group in content["param_shapes"]]
 
 
+def _copied_rank(tag: Path) -> None:
+    shutil.copy(_optim(tag, 0), _optim(tag, 1))
+
+
 def _later(content: Any) -> None:
     for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
         state["step"] = state["step"] + 4
@@ -372,6 +376,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 OF_OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "exchanged parameters": (REFUSED, lambda tag: None, ORDER),  # DeepSpeed's converter exchanges them
     "state on NVMe": ("stage3-fp32", _on_nvme, "kept its state on NVMe"),
+    "the file of another rank": ("stage3-fp32", _copied_rank, "in the files of ranks 0, 1"),
+    "the file of another rank in bf16": ("stage3-bf16", _copied_rank, "in the files of ranks 0, 1"),
     "a rank of another step": ("stage3-bf16", lambda tag: edit(_optim(tag, 1), _later), "not of one save"),
     "a model's file that is cut": ("stage3-bf16", lambda tag: os.truncate(_second(tag), 2000), ""),
     "a model's file that is gone": ("stage3-bf16", lambda tag: _second(tag).unlink(), ""),

@@ -141,7 +141,11 @@ def test_parameters_whose_elements_share_memory_are_refused_and_the_cure_works(
     config: infinity.Config,
 ) -> None:
     model = nn.Linear(8, 8)
-    for data in (torch.zeros(1).expand(8), torch.randn(28).as_strided((4, 8), (2, 3))):
+    for data in (
+        torch.zeros(1).expand(8),
+        torch.randn(28).as_strided((4, 8), (2, 3)),
+        torch.randn(7).as_strided((3, 2), (2, 2)),
+    ):
         model.extra = nn.Parameter(data)
         with pytest.raises(WrapError, match="elements of the parameter 'extra' share memory"):
             infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)

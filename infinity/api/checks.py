@@ -120,7 +120,7 @@ def check_model(
                 if param.requires_grad
                 else "make it a buffer, which is not trained either",
             )
-        if optimizer is not None and not param.is_meta and param.numel() > extent_elements(param.detach()):
+        if optimizer is not None and not param.is_meta and _overlaps_itself(param.detach()):
             raise WrapError(
                 f"elements of the parameter {name!r} share memory",
                 expected="parameters whose elements do not overlap in memory",
@@ -234,6 +234,21 @@ def _check_apart(named: list[tuple[str, nn.Parameter]], buffers: list[tuple[str,
                 if len(kept) < 2:
                     _refuse(other, extent, kept)
             open_.append(extent)
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    """Return whether two elements of a tensor have one place."""
+    if data.numel() > extent_elements(data):
+        return True
+    reach = 0  # of the dimensions so far, from the smallest stride on
+    for stride, size in sorted(zip(data.stride(), data.shape, strict=True)):
+        if size > 1 and stride <= reach and data.numel():
+            # Not one inside the other, which is rare: mark the places, and count them.
+            places = torch.zeros(extent_elements(data), dtype=torch.bool, device="cpu")
+            places.as_strided(data.shape, data.stride()).fill_(True)
+            return int(places.sum()) < data.numel()
+        reach += stride * (size - 1)
+    return False
 
 
 def _is_transpose(first: torch.Tensor, second: torch.Tensor) -> bool:

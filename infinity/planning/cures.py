@@ -150,7 +150,7 @@ def cure(
         more = _first(elsewhere, judge, budgets_too=True)
         if more is not None:
             found.append(f"{speak(more)} (DIR with {room(room_needed(more))} free)")
-    return ", or ".join(found) or "no setting is enough"
+    return ", or ".join(found) or "no setting is enough: take a smaller model, less at once, or more memory"
 
 
 def _first(changes: list[Change], judge: Judge, *, budgets_too: bool) -> Change | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
 from itertools import pairwise
 
 #: Records that are kept.
@@ -127,9 +126,3 @@ class Schedule:
     def rest(self) -> list[int]:
         """Return the units expected until the cycle's end, nearest first."""
         return self.order.units[self.at - self._begin :]
-
-    def upcoming(self) -> Iterator[int]:
-        """Yield the units expected from here, nearest first, across the end of the cycle."""
-        yield from self.rest()
-        # The first half of the next cycle begins like this one.
-        yield from self.order.units[: self.at - self._begin]

@@ -43,7 +43,7 @@ from infinity.integrations.foreign import (
     scheduler_beside,
     shape_in,
 )
-from infinity.integrations.torch_file import Record, is_dense, load_saved
+from infinity.integrations.torch_file import Record, is_dense, load_saved, part
 from infinity.storage.folder import failed
 
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})(?:_\d+)?_model_states\.pt")
@@ -67,6 +67,7 @@ _OWN: Final = frozenset(
     )
 )
 _STAGE_3: Final = 3
+_HEAD: Final = 64  # elements that tell most tensors from others
 _MORE_PARALLEL: Final = (
     "convert it by the program that made it to a model without that: infinity imports checkpoints of data "
     "parallel runs"
@@ -466,6 +467,7 @@ def _partitions(
     found: dict[str, dict[str, list[Extent]]] = {}
     steps: list[int | None] = []
     kinds: list[tuple[str, ...]] = []
+    flats_of: dict[int, list[torch.Tensor]] = {}
     for index, names in enumerate(shapes):
         saved = [entry(b, "state", dict, files.path).get(index, {}) for b in base]
         there = {name for state in saved for name in state if isinstance(name, str)}
@@ -479,11 +481,35 @@ def _partitions(
         steps.append(counts.pop() if counts else None)
         flats = {"parameters": [_flat(of_rank, index, files.path) for of_rank in masters]}
         flats |= {kind: [_flat(state, kind, files.path) for state in saved] for kind in kinds[-1]}
+        for rank, of_rank in enumerate(zip(*flats.values(), strict=True)):
+            flats_of.setdefault(rank, []).extend(of_rank)
         if stage == _STAGE_3:
             _cut_each(files.path, names, flats, found)
         else:
             _cut_group(files.path, index, names, states, flats, found)
+    if any(kinds):
+        _check_apart(files.path, flats_of, found)
     return _Sources(steps, lambda index, _: kinds[index], lambda name: contextlib.nullcontext(found[name]))
+
+
+def _check_apart(
+    path: str,
+    flats_of: Mapping[int, Sequence[torch.Tensor]],
+    found: Mapping[str, Mapping[str, Sequence[Extent]]],
+) -> None:
+    """Raise `DataError` if two ranks have the same values: one's file was copied over the other's. At stage 3
+    nothing else tells. Ranks that have nothing but padding may be alike."""
+    used = {id(e.tensor) for kinds in found.values() for e in kinds["parameters"] if e.numel}
+    known: dict[tuple[bytes, ...], list[int]] = {}
+    for rank, flats in flats_of.items():
+        if used.isdisjoint(map(id, flats)):
+            continue
+        head = tuple(part(flat, 0, _HEAD).double().numpy().tobytes() for flat in flats)
+        for other in known.setdefault(head, []):
+            if all(map(torch.equal, flats, flats_of[other])):
+                found_twice = f"the same masters and moments in the files of ranks {other}, {rank}"
+                raise _of_several_saves(path, found_twice)
+        known[head].append(rank)
 
 
 def _of_several_saves(path: str, found: str) -> DataError:
