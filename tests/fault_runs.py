@@ -6,6 +6,7 @@ way with a plain dict; a difference raises `SilentDamage`, which no run may ever
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.core.errors import InfinityError
+from infinity.core.errors import InfinityError, StorageError
 from infinity.core.sizes import Tier
 from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import Lease, PinnedPool
@@ -171,50 +172,83 @@ def _compare(lease: Lease, model: dict[tuple[int, str], bytes], chunk: int, name
     return found
 
 
+class Training:
+    """A small GPT on `directory`, wrapped, and its losses. `make`: its optimizer."""
+
+    def __init__(
+        self, directory: Path | list[Path], *, make: Any = torch.optim.AdamW, **settings: Any
+    ) -> None:
+        self.case = models.case("gpt", seed=3, batches=4, batch_size=2, width=32, layers=2, heads=2)
+        self.model: Any = self.case.model
+        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.adam: Any = make(self.model.parameters(), lr=1e-2)
+        self.losses: list[float] = []
+        config = {
+            "device": "cpu",
+            "dtype": "fp32",
+            "device_memory": "4MiB",
+            "host_memory": "32MiB",
+            "chunk_elements": 65536,
+            "block_bytes": "16KiB",
+            "threads": 1,
+            **dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme"),
+            **settings,
+        }
+        self.config = inner.config(nvme=directory, **config)
+
+    def wrap(self) -> Training:
+        self.model, self.adam = infinity.wrap(self.model, self.adam, self.config)
+        return self
+
+    def steps(self, count: int) -> list[float]:
+        for _ in range(count):
+            loss = self.case.loss(self.model, self.case.batches[len(self.losses) % 4])
+            loss.backward()
+            self.adam.step()
+            self.adam.zero_grad()
+            self.losses.append(loss.item())
+        return self.losses
+
+    def untouched(self) -> None:
+        """Nothing of the model was taken, and it still trains by itself."""
+        for name, param in self.model.named_parameters():
+            assert torch.equal(param, self.before[name])
+        self.steps(1)
+
+    def __enter__(self) -> Training:
+        return self.wrap()
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(StorageError):  # what a test expected has been raised before
+            infinity.close(self.adam)
+
+
 def training_run(directories: list[str], *, backend: str, deadline: float, rounded: bool = False) -> str:
     """Train a small GPT for `STEPS` steps with everything on NVMe: by AdamW, or, `rounded`, by Lion with its
     moment in bf16."""
     torch.set_num_threads(1)
     begun = time.monotonic()
-    case = models.case("gpt", seed=3, batches=STEPS, batch_size=2, width=32, layers=2, heads=2)
-    model = case.model
-    config = inner.config(
-        nvme=[Path(d) for d in directories],
-        device="cpu",
-        dtype="fp32",
-        device_memory="4MiB",
-        host_memory="32MiB",
-        parameters="nvme",
-        optimizer_state="nvme",
-        gradients="nvme",
-        chunk_elements=65536,
-        block_bytes="16KiB",
+    run = Training(
+        [Path(d) for d in directories],
+        make=infinity.optim.Lion if rounded else torch.optim.AdamW,
         max_grad_norm=1.0,
         optimizer_state_dtype="bf16" if rounded else "fp32",
         aio_backend=backend,
         io_deadline=deadline,
-        threads=1,
     )
     try:
-        kind: Any = infinity.optim.Lion if rounded else torch.optim.AdamW
-        model, optimizer = infinity.wrap(model, kind(model.parameters(), lr=1e-2), config)
+        run.wrap()
     except InfinityError as error:
         raise Ended(error, time.monotonic() - begun, None, 0.0) from error
 
-    def run() -> str:
-        digest = hashlib.sha256()
-        for batch in case.batches:
-            loss = case.loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            digest.update(repr(loss.item()).encode())
-        with infinity.gathered(model):
-            for name, param in model.named_parameters():
-                digest.update(name.encode() + param.detach().cpu().numpy().tobytes())
-        return digest.hexdigest()
+    def digest() -> str:
+        found = hashlib.sha256(repr(run.steps(STEPS)).encode())
+        with infinity.gathered(run.model):
+            for name, param in run.model.named_parameters():
+                found.update(name.encode() + param.detach().cpu().numpy().tobytes())
+        return found.hexdigest()
 
-    return guarded(run, lambda: infinity.close(optimizer), begun)
+    return guarded(digest, lambda: infinity.close(run.adam), begun)
 
 
 RUNS: dict[str, Callable[..., str]] = {

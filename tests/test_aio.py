@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import math
 import mmap
 import os
 import random
@@ -24,11 +23,9 @@ from infinity.core.errors import (
     ConfigError,
     DeadlineError,
     DirectoryError,
-    ShortTransferError,
     TransferError,
 )
-from infinity.hardware import aio, aio_native
-from infinity.hardware.aio import BACKENDS, DirectFile, Priority, Ring, Ticket, available_backends, crc32c
+from infinity.hardware.aio import BACKENDS, DirectFile, Ring, available_backends
 
 from .command_line import python
 
@@ -109,84 +106,7 @@ def stalled() -> Iterator[Stalled]:
     memory.release()  # or the process could not end
 
 
-# ---------------------------------------------------------------------------- transfers
-
-
-def test_round_trip_of_any_range(ring: Ring, file: DirectFile) -> None:
-    memory, back = Memory(1 << 20), Memory(1 << 20)
-    content = random.Random(1).randbytes(1 << 20)
-    memory[:] = content
-    ticket = ring.write(file, 0, memory.address, 1 << 20)
-    ticket.wait()
-    assert ticket.done
-    assert not ticket.quarantined
-    assert os.stat(file.path).st_size == file.size == 1 << 20
-    ring.read(file, 0, back.address, 1 << 20).wait()
-    assert back[:] == content
-
-    draw = random.Random(2)
-    expected = bytearray(content)
-    for k in range(60):
-        offset, size, at = draw.randrange(1 << 19), draw.randrange(1 << 18), draw.randrange(1 << 18)
-        if k % 3:
-            offset, at = offset // BLOCK * BLOCK + k, at // BLOCK * BLOCK + k  # congruent
-        ring.write(file, offset, memory.address + at, size).wait()
-        expected[offset : offset + size] = content[at : at + size]
-        ring.read(file, offset, back.address + at, size).wait()
-        assert back[at : at + size] == content[at : at + size]
-    with open(file.path, "rb") as plain:
-        assert plain.read() == expected
-
-
-# ---------------------------------------------------------------------------- priority
-
-
-@pytest.mark.parametrize("backend", WORKING)
-def test_order_of_submission(directory: str, file: DirectFile, backend: str) -> None:
-    memory = Memory(1 << 20)
-    os.truncate(file.path, 1 << 20)
-    with Ring("order", path=directory, backend=backend, block_bytes=BLOCK, queue_depth=1) as ring:
-        ring.hold()
-
-        def queue(number: int, write: bool, priority: Priority) -> Ticket:
-            move = ring.write if write else ring.read
-            at = number * 2 * BLOCK
-            return move(file, at, memory.address + at, 2 * BLOCK, priority=priority)
-
-        low = queue(0, False, Priority.BACKGROUND)
-        write = queue(1, True, Priority.NORMAL)
-        normal = queue(2, False, Priority.NORMAL)
-        urgent = queue(3, False, Priority.URGENT)
-        awaited = queue(4, False, Priority.BACKGROUND)
-        assert [t.order for t in (low, write, normal, urgent, awaited)] == [0] * 5
-        assert not low.done
-        assert math.isnan(low.seconds[0])
-        with pytest.raises(DeadlineError, match="not complete"):
-            awaited.wait(0)
-        ring.hold(False)
-        ring.close()
-        assert [t.order for t in (awaited, urgent, write, normal, low)] == [1, 2, 3, 4, 5]
-        assert all(t.done for t in (awaited, urgent, write, normal, low))
-
-
 # ---------------------------------------------------------------------------- errors
-
-
-def test_end_of_file(ring: Ring, file: DirectFile) -> None:
-    memory = Memory(64 * BLOCK)
-    os.truncate(file.path, 3 * BLOCK + 100)
-    bad = ring.read(file, BLOCK, memory.address, 32 * BLOCK)
-    good = ring.read(file, 0, memory.address + 32 * BLOCK, BLOCK)
-    with pytest.raises(ShortTransferError) as caught:
-        bad.wait()
-    error = caught.value
-    assert (error.path, error.offset, error.nbytes) == (file.path, BLOCK, 32 * BLOCK)
-    assert f"{2 * BLOCK + 100} bytes moved" in str(error)
-    assert "to change" in str(error)
-    assert bad.done
-    assert not bad.quarantined
-    good.wait()
-    assert not ring.stats().failed
 
 
 def test_what_the_system_says_arrives(ring: Ring, directory: str) -> None:
@@ -423,29 +343,3 @@ def test_hints_change_nothing_but_speed(ring: Ring, file: DirectFile) -> None:
         ring.write(other, 0, memory.address, BLOCK).wait()
         assert other.size == BLOCK
     assert os.stat(path).st_size == 32 * BLOCK
-
-
-# ---------------------------------------------------------------------------- open files
-
-
-# ---------------------------------------------------------------------------- checksums
-
-
-def test_crc32c() -> None:
-    known = ctypes.create_string_buffer(b"123456789", 9)
-    assert crc32c(ctypes.addressof(known), 9) == 0xE3069283
-    memory = Memory(1 << 20)
-    assert crc32c(memory.address, 1 << 20) == aio.crc32c_zeros(1 << 20)
-    memory[:] = random.Random(7).randbytes(1 << 20)
-    whole = crc32c(memory.address, 1 << 20)
-    for cut in (0, 1, 4095, 99_999, 1 << 20):
-        first = crc32c(memory.address, cut)
-        assert crc32c(memory.address + cut, (1 << 20) - cut, first) == whole
-        second = crc32c(memory.address + cut, (1 << 20) - cut)
-        assert aio.crc32c_combine(first, second, (1 << 20) - cut) == whole
-    hardware = aio_native.lib.aio_crc32c_force_table(1)
-    try:
-        assert crc32c(memory.address, 1 << 20) == whole
-    finally:
-        aio_native.lib.aio_crc32c_force_table(0)
-    assert hardware in (0, 1)

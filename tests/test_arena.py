@@ -1,4 +1,4 @@
-"""The arena: what it refuses, that nothing of it is left behind; and the layout inside it."""
+"""The arena: what it refuses, and that nothing of it is left behind."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from infinity.core.errors import DirectoryError
-from infinity.core.sizes import Tier
-from infinity.planning.parts import Part
 from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
 from infinity.storage.folder import Folder
-from infinity.storage.layout import Layout
 
 from .command_line import mounted, small_drive, started, wait_for_line
 from .forked import run_forked
@@ -94,18 +89,6 @@ def test_what_is_no_directory_is_named(tmp_path: Path, name: str, message: str, 
     assert place in str(raised.value)
     assert "to change: " in str(raised.value)
     assert isinstance(raised.value, OSError)
-
-
-@pytest.mark.root
-def test_a_small_full_file_system(tmp_path: Path) -> None:
-    with mounted("-t", "tmpfs", "-o", "size=1m", "none") as place:
-        with pytest.raises(DirectoryError, match="not enough free space"):
-            Arena(place, 2 * MIB)
-        first = Arena(place, 600 * 1024)
-        with pytest.raises(DirectoryError, match="not enough free space"):
-            Arena(place, 600 * 1024)
-        first.close()
-        Arena(place, 900 * 1024).close()
 
 
 @pytest.mark.parametrize("opens", [0, 1])
@@ -213,74 +196,3 @@ def test_alignment_that_the_format_lacks_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(arena_module, "dio_offset_align", lambda fd: 65536)
     with pytest.raises(DirectoryError, match="alignment"):
         Arena(str(tmp_path), MIB)
-
-
-# ---------------------------------------------------------------------------------- layout
-
-PAGE = 4096
-
-
-def part(sections: list[int], *tiers: Tier) -> Part:
-    return Part(tuple(s * PAGE for s in sections), tiers)
-
-
-slots = st.lists(st.sampled_from([Tier.HOST, Tier.NVME, Tier.NVME, Tier.DEVICE]), min_size=1, max_size=2)
-
-
-def parts(least: int, most: int) -> st.SearchStrategy[Part]:
-    sections = st.lists(st.integers(1, 5), min_size=least, max_size=most)
-    return st.builds(lambda sizes, tiers: part(sizes, *tiers), sections, slots)
-
-
-chunk_specs = st.fixed_dictionaries(
-    {"copy": parts(1, 1)}, optional={"state": parts(2, 3), "gradient": parts(1, 1)}
-)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    chunks=st.lists(chunk_specs, max_size=15),
-    weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
-)
-def test_extents_are_aligned_disjoint_complete_and_deterministic(
-    chunks: list[dict[str, Part]], weights: list[float]
-) -> None:
-    layout = Layout(chunks, len(weights), weights=weights)
-    again = Layout(chunks, len(weights), weights=weights)
-    taken: list[list[tuple[int, int]]] = [[] for _ in weights]
-    host = 0
-    for number, chunk in enumerate(chunks):
-        places = set()
-        for name, spec in chunk.items():
-            for slot, tier in enumerate(spec.tiers):
-                host += spec.nbytes * (tier is Tier.HOST)
-                if tier is not Tier.NVME:
-                    continue
-                extent = layout.extent(number, name, slot)
-                assert extent == again.extent(number, name, slot)
-                assert extent.nbytes == spec.nbytes
-                places.add(extent.directory)
-                at = extent.offset
-                for index, size in enumerate(spec.sections):
-                    piece = layout.extent(number, name, slot, range(index, index + 1))
-                    assert piece == (extent.directory, at, size)
-                    assert piece.offset % PAGE == 0
-                    taken[extent.directory].append((at, at + size))
-                    at += size
-        assert len(places) <= 1  # a chunk lies in one directory
-    assert layout.host_nbytes == host
-    for directory, ranges in enumerate(taken):
-        ranges.sort()
-        position = 0
-        for begin, end in ranges:  # neither overlap nor gap
-            assert begin == position
-            position = end
-        assert position == layout.arena_nbytes[directory]
-
-
-def test_every_stretch_of_chunks_keeps_the_directories_busy_by_weight() -> None:
-    chunks = [{"state": part([3], Tier.NVME)} for _ in range(120)]
-    layout = Layout(chunks, 3, weights=[1, 2, 3])
-    for begin in range(0, 120, 12):
-        counts = [list(layout.directory[begin : begin + 12]).count(d) for d in range(3)]
-        assert counts == [2, 4, 6]

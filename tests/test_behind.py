@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import signal
@@ -255,25 +254,6 @@ def test_units_are_updated_while_the_backward_runs(tmp_path: Path, monkeypatch: 
     infinity.close(optimizer)
 
 
-class Reads(nn.Module):
-    """The first layers' function reads the last one's weight, and autograd does not know of that."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def weight(self) -> torch.Tensor:
-        weight = self.last.weight
-        if self.how == "numpy":
-            return torch.from_numpy(weight.detach().numpy())
-        return weight.data if self.how == "data" else weight.detach()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        return self.last(torch.tanh(x @ self.weight()))
-
-
 class HandsOn(nn.Module):
     """Blocks that hand one of their inputs on, as those of T5 do with the bias of positions."""
 
@@ -299,9 +279,9 @@ class HandsOn(nn.Module):
         return x
 
 
-def _trained(make: Callable[[], nn.Module], config: infinity.Config) -> list[torch.Tensor]:
+def _trained(config: infinity.Config) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = make()
+    model = HandsOn()
     model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
     for step in range(3):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
@@ -313,56 +293,11 @@ def _trained(make: Callable[[], nn.Module], config: infinity.Config) -> list[tor
     return found
 
 
-@pytest.mark.first
-@pytest.mark.parametrize(
-    ("make", "place"),
-    [
-        (HandsOn, "nvme"),
-        (HandsOn, "device"),
-        (functools.partial(Reads, "data"), "host"),
-        (functools.partial(Reads, "detach"), "nvme"),
-        (functools.partial(Reads, "numpy"), "resident"),
-    ],
-)
-def test_what_reads_another_units_parameter_has_the_bits_of_sync(
-    make: Callable[[], nn.Module], place: str, tmp_path: Path
-) -> None:
-    """Its unit waits for the end of that backward; an alias that was made before it is right inside of it."""
-    found = _trained(make, behind(tmp_path / "backward", **PLACES[place]))
-    assert equal(found, _trained(make, sync(tmp_path / "sync", **PLACES[place])))
-
-
-READS: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda weight: weight.sum(),
-    "data": lambda weight: weight.data.sum(),
-    "detach": lambda weight: weight.detach().sum(),
-    "clone": lambda weight: weight.clone(),
-    "plus": lambda weight: weight + 0,
-}
-
-
-def test_a_hook_that_reads_an_updated_parameter_is_refused(tmp_path: Path) -> None:
-    """And so is who does it between that backward and `step()`."""
-    model, optimizer = built(behind(tmp_path, **RESIDENT))
-    refused = []
-
-    def calls(_: torch.Tensor) -> None:
-        for name, read in READS.items():
-            with torch.no_grad(), pytest.raises(GradientError, match="in that backward"):
-                read(model.head.weight)
-            refused.append(name)
-
-    model.blocks[0][0].weight.register_post_accumulate_grad_hook(calls)
-    model(batch(0)).backward()
-    assert refused == [*READS]
-    for read in READS.values():
-        with torch.no_grad(), pytest.raises(GradientError, match="behind that backward"):
-            read(model.head.weight)
-    assert model.head.weight.shape
-    optimizer.step()
-    for read in READS.values():
-        read(model.head.weight)
-    infinity.close(optimizer)
+@pytest.mark.parametrize("place", ["nvme", "device"])
+def test_what_uses_another_units_parameter_has_the_bits_of_sync(place: str, tmp_path: Path) -> None:
+    """Its unit waits for the end of that backward."""
+    found = _trained(behind(tmp_path / "backward", **PLACES[place]))
+    assert equal(found, _trained(sync(tmp_path / "sync", **PLACES[place])))
 
 
 @pytest.fixture
@@ -454,6 +389,23 @@ INSIDE = {name: use for name, use in USES.items() if "grad" not in name and "cli
 }
 
 
+#: Of a parameter on the device; elsewhere it is released.
+READS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda weight: weight.sum(),
+    "data": lambda weight: weight.data.sum(),
+    "detach": lambda weight: weight.detach().sum(),
+    "clone": lambda weight: weight.clone(),
+    "plus": lambda weight: weight + 0,
+}
+
+
+@torch.no_grad()
+def refused_reads(model: Any, when: str) -> None:
+    for read in READS.values():
+        with pytest.raises(GradientError, match=when):
+            read(model.head.weight)
+
+
 @pytest.mark.parametrize("place", ["host", "resident"])
 def test_in_that_backward_nobody_uses_what_it_has_updated(place: str, tmp_path: Path) -> None:
     """A hook would see values of the step that is being made; or wait for what the backward is to bring."""
@@ -467,11 +419,15 @@ def test_in_that_backward_nobody_uses_what_it_has_updated(place: str, tmp_path: 
                 call(model, optimizer)
             model.train()
             refused.append(use)
+        if place == "resident":
+            refused_reads(model, "in that backward")
 
     model.blocks[0][0].weight.register_post_accumulate_grad_hook(calls)
     for one_model, one_optimizer in ((model, optimizer), (wanted_model, wanted_optimizer)):
         for step in range(2):
             one_model(batch(step)).backward()
+            if place == "resident" and one_model is model:
+                refused_reads(model, "behind that backward")
             one_optimizer.step()
             one_optimizer.zero_grad()
     assert refused == [*INSIDE] * 2

@@ -92,13 +92,12 @@ def killed(folder: Path, root: Path, steps: int, seconds: float) -> int:
 
 @pytest.mark.integration
 @pytest.mark.processes
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.nightly)])
-def test_a_run_that_is_killed_at_any_moment_goes_on(kills: int, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     torch.set_num_threads(1)  # as the others have
     wanted = digests(tmp_path / "undisturbed", 120)
-    moments, saved, most = random.Random(kills), 0, 0
+    moments, saved, most = random.Random(6), 0, 0
     root = tmp_path / "saved"
-    for kill in range(kills):
+    for kill in range(6):
         saved = max(saved, killed(tmp_path / f"run{kill % 2}", root, 120, moments.uniform(0.1, 0.8)))
         model, adam = start(tmp_path / "look", **ON_HOST)
         if saved:

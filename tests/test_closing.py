@@ -15,7 +15,6 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import ClosedError
 from infinity.hardware import streams
 
 from . import inner
@@ -38,15 +37,6 @@ def config_of(directory: Path, **settings: Any) -> infinity.Config:
 
 
 # -- close ----------------------------------------------------------------------------------
-
-
-def test_after_close_everything_raises(config: infinity.Config) -> None:
-    model, optimizer = infinity.wrap(*build(), config)
-    train(model, optimizer, 1)
-    infinity.close(model)
-    for use in (lambda: model(tokens()), optimizer.step, optimizer.state_dict):
-        with pytest.raises(ClosedError):
-            use()
 
 
 def test_an_optimizer_keeps_its_engine(config: infinity.Config) -> None:

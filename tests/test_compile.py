@@ -58,11 +58,6 @@ def _compiled_blocks(model: nn.Module, backend: str) -> nn.Module:
     return model
 
 
-def _one_compiled_block(model: nn.Module, backend: str) -> nn.Module:
-    model.blocks[1] = torch.compile(model.blocks[1], backend=backend)
-    return model
-
-
 def _compiled_forwards(model: nn.Module, backend: str) -> nn.Module:
     for block in model.blocks:
         block.forward = torch.compile(block.forward, backend=backend)
@@ -81,7 +76,6 @@ def _compiled_model(model: nn.Module, backend: str) -> nn.Module:
 FORMS: dict[str, Compile] = {
     "block.compile()": _blocks_compile,
     "blocks[i] = torch.compile(block)": _compiled_blocks,
-    "one compiled block": _one_compiled_block,
     "block.forward = torch.compile(block.forward)": _compiled_forwards,
     "model.compile()": _model_compile,
     "torch.compile(model)": _compiled_model,
@@ -174,7 +168,7 @@ RESIDENT = {"parameters": "device"}
         ("block.compile()", "before", "least", None, {}),
         ("block.compile()", "after", "large", None, RESIDENT),  # with an update under way
         ("blocks[i] = torch.compile(block)", "after", "least", "reentrant", {}),
-        ("one compiled block", "before", "large", None, RESIDENT),
+        ("blocks[i] = torch.compile(block)", "before", "large", None, RESIDENT),
         ("block.forward = torch.compile(block.forward)", "after", "least", "non-reentrant", {}),
         ("model.compile()", "after", "large", None, {}),
         ("torch.compile(model)", "after", "least", "reentrant", {}),

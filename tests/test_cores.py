@@ -13,7 +13,7 @@ import torch
 import infinity
 from infinity.api.this_machine import threads_of
 from infinity.hardware import cores, cpu_adam
-from infinity.hardware.cores import Cores, adam_threads, choose_node, cpu_quota, prefer_node
+from infinity.hardware.cores import Cores, choose_node, cpu_quota, prefer_node
 from infinity.hardware.probe import NumaNode, gpu_numa_node, numa_node_of, numa_nodes
 from infinity.storage.memory import HostMapping, HostMemory
 from infinity.storage.pinned import PinnedPool
@@ -44,15 +44,6 @@ def write(path: Path, text: str) -> Path:
 )
 def test_cores_of_a_process(limits: Cores, mine: int) -> None:
     assert limits.mine == mine
-
-
-def test_adam_leaves_a_core_to_each_ring_beside_a_device_of_its_own() -> None:
-    assert adam_threads(16, staged=True, rings=1) == 15
-    assert adam_threads(16, staged=True, rings=4) == 12
-    assert adam_threads(2, staged=True, rings=4) == 1
-    assert adam_threads(16, staged=True, rings=0) == 15  # the thread that launches kernels has one
-    assert adam_threads(1, staged=True, rings=0) == 1
-    assert adam_threads(16, staged=False, rings=4) == 16
 
 
 def test_what_a_config_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

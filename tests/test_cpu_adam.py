@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +15,7 @@ import torch
 from infinity.core.errors import ConfigError, ParameterError
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
-from infinity.hardware.cpu_adam import Segment
 
-from .command_line import python
 from .device_bits import (
     CHECKS,
     DTYPES,
@@ -116,81 +113,6 @@ def test_nan_and_inf_travel_as_in_torch(isa: str) -> None:
         assert same(out, found[0].bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("decoupled", "lr", "betas", "eps", "weight_decay", "maximize"),
-    [
-        (True, 1e-3, (0.9, 0.999), 1e-8, 0.0, False),
-        (False, 0.01, (0.9, 0.95), 1e-3, 0.0, True),
-        (True, 0.5, (0.3, 0.5), 1e-8, 0.1, True),
-        (False, 0.5, (0.0, 0.0), 1e-3, 0.0, False),
-        (True, 0.0, (0.9, 0.999), 1e-8, 0.1, False),
-    ],
-)
-def test_each_of_thirty_steps_is_that_of_torch(
-    decoupled: bool, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool
-) -> None:
-    """Each step is torch's in float64, from the state that the kernel had before it. Thirty steps of both
-    would part: where a gradient and its decay cancel, one rounding may move a step by a part of the rate."""
-    n = 257
-    generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(n, generator=generator), torch.zeros(n), torch.zeros(n)]
-    options = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-    options |= {"decoupled": decoupled, "maximize": maximize}
-    for step in range(1, 31):
-        grad = torch.randn(n, generator=generator) * 10.0 ** torch.randint(-3, 2, (n,), generator=generator)
-        wide, options["step"] = [t.double() for t in tensors], step
-        wanted = by_torch(wide, grad.double(), options)
-        update(cpu_adam.update_segments, tensors, grad, None, **options)
-        for found, exact in zip(tensors, wanted, strict=True):
-            assert (found - exact).abs().max() <= 1e-6 * exact.abs().max(), step
-
-
-# ---- segments ----
-
-
-def segments_of(n: int, seed: int) -> list[Segment]:
-    """Return segments of 0 to 300 elements with gaps, each with scalars of its own."""
-    rng = np.random.default_rng(seed)
-    found, at = [], 0
-    while True:
-        at += int(rng.choice([0, 0, 3, 64]))
-        numel = int(rng.choice([0, 1, 5, 64, 128, 300]))
-        if at + numel > n:
-            return found
-        k = len(found)
-        scalars = (1e-3 * (k % 3), 0.9 - 0.3 * (k % 2), 0.99, 1e-8, 0.1, 1 + k % 4, 0.5, k % 5 > 0)
-        found.append(adam_segment(at, numel, *scalars))
-        at += numel
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_one_call_for_many_segments_equals_many_calls(isa: str) -> None:
-    n = 30_003
-    cpu_adam.set_isa(isa)
-    grad = values(n, 9).bfloat16()
-    segments = segments_of(n, 3)
-    assert len(segments) > 100
-    outs = [torch.full((n,), 7.0, dtype=torch.float16) for _ in range(4)]
-    apart, reference = state(n), state(n)
-    for s in segments:
-        cpu_adam.update_segments(apart[0], apart[1:], grad, outs[0], [s])
-    adam_reference.reference_segments(reference[0], reference[1:], grad, outs[1], segments)
-    assert all_same([*reference, outs[1]], [*apart, outs[0]])
-    touched = torch.zeros(n, dtype=torch.bool)
-    for s in segments:
-        touched[s.start : s.start + s.numel] = True
-    for count, out in ((1, outs[2]), (4, outs[3])):
-        cpu_adam.set_threads(count)
-        together = state(n)
-        cpu_adam.update_segments(together[0], together[1:], grad, out, [])
-        assert all_same(together, state(n))
-        cpu_adam.update_segments(together[0], together[1:], grad, out, segments)
-        assert all_same([*together, out], [*apart, outs[0]])
-        for a, b in zip(together, state(n), strict=True):
-            assert torch.equal(a[~touched], b[~touched])
-        assert bool((out[~touched] == 7.0).all())
-
-
 # ---- rounding ----
 
 
@@ -206,42 +128,6 @@ def test_all_half_patterns_widen_as_in_torch(isa: str) -> None:
             found = torch.empty(65536, dtype=target)
             cpu_adam.convert(found, patterns)
             assert same(found, patterns.float().to(target))
-
-
-def around_the_ties() -> torch.Tensor:
-    """Return float32 next to, and at, the middle between neighbours in bf16 and fp16."""
-    halves = torch.arange(65536, dtype=torch.int64) << 16
-    near = torch.tensor([-1, 0, 1, 0x7FFF, 0x8000, 0x8001])
-    bf16 = (halves[:, None] + near).flatten()
-    fp16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
-    low = bits(fp16).to(torch.int64)
-    fp16_bits = (low[:, None] + torch.tensor([-1, 0, 1, 0xFFF, 0x1000, 0x1001])).flatten()
-    middle = (fp16.double()[1:] + fp16.double()[:-1]) / 2
-    exact = bits(middle.float()).to(torch.int64)
-    every = torch.cat([bf16, fp16_bits, exact - 1, exact, exact + 1]) & 0xFFFFFFFF
-    return torch.where(every >= 1 << 31, every - (1 << 32), every).to(torch.int32).view(torch.float32)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_float32_narrows_as_in_torch(isa: str) -> None:
-    """To nearest even, with subnormals: where values are converted, and where an update writes its copy."""
-    ties = around_the_ties()
-    finite = ties[ties.isfinite()].contiguous()
-    zeros, ones = torch.zeros(len(finite)), torch.ones(len(finite))
-    for dtype in DTYPES[1:]:
-        for source in (ties, any_bits(300_000, torch.float32), ties[:5].clone()):
-            narrow, exactly = (torch.empty(len(source), dtype=dtype) for _ in range(2))
-            for name, target in ((isa, narrow), ("scalar", exactly)):
-                cpu_adam.set_isa(name)
-                cpu_adam.convert(target, source)
-            assert same(narrow, source.to(dtype)), dtype
-            assert torch.equal(bits(narrow), bits(exactly))  # NaN patterns too
-        # lr 0 leaves the master as it is, so the copy shows the rounding alone.
-        cpu_adam.set_isa(isa)
-        out, options = torch.empty(len(finite), dtype=dtype), {**OPTIONS, "lr": 0.0, "weight_decay": 0.0}
-        tensors = [finite.clone(), zeros.clone(), ones.clone()]
-        update(cpu_adam.update_segments, tensors, zeros, out, **options)
-        assert torch.equal(bits(out), bits(finite.to(dtype))), dtype
 
 
 def test_flushing_denormals_in_torch_changes_nothing() -> None:
@@ -262,7 +148,7 @@ def test_flushing_denormals_in_torch_changes_nothing() -> None:
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
 
 
-# ---- sums of squares, sums, copies ----
+# ---- sums of squares, sums ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -310,22 +196,6 @@ def test_sums_of_squares_of_pieces_are_those_of_each_alone(dtype: torch.dtype) -
                 call(x, np.array(wrong, dtype=np.int64))
 
 
-def test_sums_of_squares_of_several_tensors_at_once() -> None:
-    """Of several dtypes; of each there are more elements than are summed at a time."""
-    rng = np.random.default_rng(0)
-    parts = []
-    for n in range(60):
-        lengths = [NORM_BLOCK] * (n % 3) + rng.integers(0, [20, 600, 40_000]).tolist()
-        begins = np.cumsum([0, *lengths])
-        pieces = np.ascontiguousarray(np.stack([begins[:-1], lengths], axis=1))
-        parts.append((values(int(begins[-1]), n).to(DTYPES[n % 2]), pieces))
-    parts[7][0][:3] = torch.tensor([math.inf, math.nan, -0.0])
-    parts.insert(3, (torch.zeros(0), np.empty((0, 2), dtype=np.int64)))
-    found = adam_reference.sums_of_squares_reference(parts)
-    wanted = [cpu_adam.sum_of_squares(*part) for part in parts]
-    assert [sums.tobytes() for sums in found] == [sums.tobytes() for sums in wanted]
-
-
 @pytest.mark.parametrize("isa", ISAS)
 def test_accumulate_adds_exactly_widened_values(isa: str) -> None:
     cpu_adam.set_isa(isa)
@@ -336,17 +206,6 @@ def test_accumulate_adds_exactly_widened_values(isa: str) -> None:
                 expected = target + source.float()
                 cpu_adam.accumulate(target, source)
                 assert same(target, expected)
-
-
-def test_copy_bytes() -> None:
-    for nbytes in (0, 1, 4095, 3 * (1 << 20) + 5):
-        for count in (1, 3):
-            cpu_adam.set_threads(count)
-            source = torch.randint(0, 256, (nbytes + 2,), dtype=torch.uint8)
-            target = torch.zeros(nbytes + 2, dtype=torch.uint8)
-            cpu_adam.copy_bytes(target.data_ptr() + 1, source.data_ptr() + 1, nbytes)
-            assert torch.equal(target[1:-1], source[1:-1])
-            assert not target[[0, -1]].any()
 
 
 # ---- errors ----
@@ -442,18 +301,6 @@ def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="no such instruction set"):
         cpu_adam.set_isa("avx512")
     assert cpu_adam.isa() == before
-
-
-def test_threads_follow_affinity_and_local_world_size() -> None:
-    load = (  # the module alone: importing torch would take seconds
-        "import importlib.util as u, os; s = u.spec_from_file_location('_cpu_adam', "
-        f"{cpu_adam._native.__file__!r}); m = u.module_from_spec(s); s.loader.exec_module(m); "
-    )
-    cores = len(os.sched_getaffinity(0))
-    one = f"os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); "
-    for code, ranks, wanted in (("", 1, cores), ("", 2, max(1, cores // 2)), ("", 1000, 1), (one, 1, 1)):
-        done = python("-c", f"{load}{code}print(m.threads())", env={"LOCAL_WORLD_SIZE": str(ranks)})
-        assert int(done.stdout) == wanted, (code, ranks)
     with pytest.raises(ConfigError):
         cpu_adam.set_threads(0)
 

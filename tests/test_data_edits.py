@@ -104,12 +104,38 @@ def test_an_edit_is_kept_as_a_counted_one_is(
     model.state_dict()
 
 
-def test_an_edit_of_values_that_are_about_to_be_replaced_is_told(tmp_path: Path) -> None:
+def nothing(model: Any) -> None:
+    pass
+
+
+def edited_elsewhere(model: Any) -> None:
+    """A counted edit of another parameter hides nothing."""
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+
+
+def evaluated(model: Any) -> None:
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, WIDTH))
+    model.train()
+
+
+@pytest.mark.parametrize("then", [nothing, edited_elsewhere, evaluated])
+def test_an_edit_of_values_that_are_about_to_be_replaced_is_told(
+    then: Callable[[Any], None], tmp_path: Path
+) -> None:
     model, optimizer = wrapped(tmp_path, update="delayed", delay_warmup_steps=1, dtype="bf16")
     for _ in range(3):
         step(model, optimizer)
+
+    def change() -> None:
+        by_data(model.head.bias)
+        then(model)
+
+    if then is edited_elsewhere:  # before a forward
+        change()
     with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited") as error:
-        step(model, optimizer, lambda: by_data(model.head.bias))
+        step(model, optimizer, (lambda: None) if then is edited_elsewhere else change)
     assert "flush" in str(error.value.cure)
     infinity.flush(optimizer)
     model.head.bias.data.fill_(3)  # there is one version now

@@ -74,7 +74,7 @@ from pathlib import Path
 from infinity.core.at_exit import at_end
 at_end(lambda: print("over", file=sys.stderr, flush=True), last=True)
 import infinity
-from tests.test_faults import Training
+from tests.fault_runs import Training
 run = Training(Path(sys.argv[1]), update="sync").wrap()
 run.steps(1)
 print("ready", flush=True)

@@ -12,7 +12,7 @@ import torch
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import BudgetError, ParameterChangedError, StateDictError, WrapError
+from infinity.core.errors import BudgetError, StateDictError, WrapError
 from infinity.core.sizes import ALIGNMENT, ceil_to
 from infinity.optim.optimizer import OffloadOptimizer
 
@@ -190,16 +190,6 @@ def test_equals_a_plain_loop_and_who_looks_sees_the_newest(
     assert wanted.losses != plain(name, dtype, STEPS).losses  # the delay shows
 
 
-@pytest.mark.parametrize("placement", ["nvme", "split"])
-def test_flush_publishes_the_newest(tmp_path: Path, placement: str) -> None:
-    wanted = plain("gpt", "fp32", STEPS)
-    found = offloaded(
-        of("gpt", "fp32"), delayed(tmp_path, placement), between=lambda adam, t: infinity.flush(adam)
-    )
-    assert found.losses == wanted.losses
-    assert equal(found.newest[-1], wanted.newest[-1])
-
-
 @pytest.mark.first
 @pytest.mark.parametrize("training", [{"accumulate": 3}, {"dtype": "fp16", "loss_scale_window": 2}])
 def test_placement_never_changes_results(tmp_path: Path, training: dict[str, Any]) -> None:
@@ -218,51 +208,6 @@ def test_placement_never_changes_results(tmp_path: Path, training: dict[str, Any
         assert len(set(runs[0].scales)) > 1  # some steps were skipped, others not
 
 
-@pytest.mark.parametrize("placement", ["nvme", "state on nvme"])
-def test_a_graph_from_before_an_evaluation_still_works(tmp_path: Path, placement: str) -> None:
-    """Forward, evaluation, backward: the backward sees what its forward saw."""
-    this = of("gpt", "fp32")
-    found = offloaded(this, delayed(tmp_path, placement), before_backward=lambda: glance(this))
-    assert equal(found.newest[-1], plain("gpt", "fp32").newest[-1])
-
-
-def test_a_graph_from_before_a_step_fails_and_edits_count_or_are_refused(tmp_path: Path) -> None:
-    run = of("gpt", "fp32")
-    model, adam = wrap_adamw(run.model, delayed(tmp_path, "state on nvme"), lr=0.0)
-    first = next(iter(model.parameters()))
-
-    def step(t: int) -> None:
-        run.loss(model, run.batches[t]).backward()
-        adam.step()
-        adam.zero_grad()
-
-    try:
-        for t in range(5):
-            step(t)
-        old = run.loss(model, run.batches[0])
-        infinity.flush(adam)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            old.backward()
-        adam.zero_grad()
-        with infinity.gathered(first, write=True), torch.no_grad():
-            first.fill_(0.25)
-        step(5)
-        assert first.eq(0.25).all()
-        step(6)
-        assert masters_of(model)[0].eq(0.25).all()
-        with torch.no_grad():
-            first.mul_(2)
-        run.loss(model, run.batches[7]).backward()
-        with pytest.raises(ParameterChangedError, match=r"infinity\.flush"):
-            adam.step()
-        infinity.flush(adam)
-        assert first.eq(0.25).all()
-        adam.step()
-    finally:
-        infinity.close(adam)
-    assert first.eq(0.25).all()
-
-
 def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
     sizes = {}
     for update in ("overlap", "delayed"):
@@ -277,46 +222,6 @@ def test_the_second_copy_is_in_the_budget(tmp_path: Path) -> None:
     fixed = sizes["delayed"]["parameters being updated"] + sizes["delayed"]["gradients"]
     with pytest.raises(BudgetError, match="parameters being updated"):
         wrap_adamw(of("gpt", "fp32").model, delayed(tmp_path, "state on nvme", host_memory=fixed))
-
-
-@pytest.mark.first
-@pytest.mark.parametrize(
-    ("name", "placement", "dtype"),
-    [
-        ("gpt", "nvme", "bf16"),
-        ("moe", "split", "fp32"),
-        ("gpt", "state on host", "bf16"),
-    ],
-)
-def test_a_run_goes_on_from_torchs_state_dicts(tmp_path: Path, name: str, placement: str, dtype: str) -> None:
-    """As Trainer saves and loads: model and optimizer each on its own, through torch.save."""
-    config = delayed(tmp_path, placement, dtype=dtype)
-    files = tmp_path / "model.pt", tmp_path / "optimizer.pt"
-
-    def save(adam: OffloadOptimizer, step: int) -> None:
-        if step == 5:
-            model: Any = engine_of(adam).model()
-            torch.save(model.state_dict(), files[0])
-            torch.save(adam.state_dict(), files[1])
-
-    def load(model: Any, adam: OffloadOptimizer) -> int:
-        model.load_state_dict(torch.load(files[0], weights_only=True))
-        adam.load_state_dict(torch.load(files[1], weights_only=True))
-        saved = torch.load(files[1], weights_only=True)
-        assert equal(_flat(adam.state_dict()), _flat(saved))
-        glance(again)  # shows the newest, and changes nothing
-        return 6
-
-    wanted = plain(name, dtype)
-    offloaded(of(name, dtype), config, 5, between=save)
-    again = of(name, dtype)
-    found = offloaded(again, config, begin=load)
-    assert found.losses == wanted.losses[5:]
-    assert equal(found.newest[-1], wanted.newest[-1])
-
-
-def _flat(state_dict: dict[str, Any]) -> list[torch.Tensor]:
-    return [v for values in state_dict["state"].values() for _, v in sorted(values.items())]
 
 
 def test_a_model_that_is_loaded_after_its_optimizer_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from infinity.core.errors import ParameterChangedError, ParameterError
 
 from .models import case
 from .offloaded import ON_NVME, config_for, wrap_adamw
-from .small_models import CutModel, tokens, wrapped
+from .test_cache import Layers
 from .test_delayed import glance, masters_of
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -28,19 +28,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"},
 }
 placements = pytest.mark.parametrize("placement", PLACEMENTS)
-
-
-class Stack(nn.Module):
-    """Linear layers of which a forward may leave some out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
-    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-        for index in order:
-            x = torch.tanh(self.layers[index](x))
-        return x
 
 
 def started(folder: Path, placement: str, steps: int = 3, **settings: Any) -> tuple[Any, Any, Any]:
@@ -75,76 +62,8 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [v.clone() for v in model.state_dict().values()]
 
 
-def gathered_values(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for p in model.parameters():
-        with infinity.gathered(p):
-            found.append(p.detach().clone())
-    return found
-
-
-def evaluated(model: nn.Module) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        loss: torch.Tensor = model(tokens(7))
-    model.train()
-    return loss
-
-
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("error", "method", "placement"),
-    [
-        (ValueError, "register_full_backward_hook", "nvme"),
-        (KeyboardInterrupt, "register_forward_hook", "resident"),
-        (KeyboardInterrupt, "register_forward_hook", "nvme"),
-    ],
-)
-def test_who_looks_after_what_ended_early_sees_the_newest(
-    error: type[BaseException], method: str, placement: str, tmp_path: Path
-) -> None:
-    """A `gathered` block, a module that is called by itself, an evaluation: torch calls no hook at the end of
-    a backward that raised, nor of a forward that was interrupted."""
-    this, _, adam = started(tmp_path / "undisturbed", placement)
-    with closing(adam):
-        wanted = [glance(this), step(this, adam, 3)]
-    this, model, adam = started(tmp_path / "disturbed", placement)
-    part, x = model.blocks[1], torch.randn(2, 5, 32)
-
-    def end_early() -> None:
-        def hook(*_: Any) -> None:
-            raise error
-
-        handle = getattr(part.norm2, method)(hook)
-        with pytest.raises(error):
-            this.loss(model, this.batches[3]).backward()
-        handle.remove()
-        adam.zero_grad()
-
-    with closing(adam):
-        newest = values(model)
-        end_early()
-        assert same(values(model), newest)
-        end_early()
-        assert same(gathered_values(model), newest)
-        end_early()
-        with infinity.gathered(model):
-            assert same([p.detach() for p in model.parameters()], newest)
-        end_early()
-        with torch.no_grad():
-            shown = part.eval()(x)
-        part.train()
-        end_early()
-        assert [glance(this), step(this, adam, 3)] == wanted
-        infinity.flush(adam)
-    this, model, adam = started(tmp_path / "flushed", placement)
-    with closing(adam):
-        infinity.flush(adam)
-        with torch.no_grad():
-            assert torch.equal(model.blocks[1].eval()(x), shown)
 
 
 def test_a_step_inside_gathered_is_refused(tmp_path: Path) -> None:
@@ -192,33 +111,6 @@ def test_what_gathered_and_a_state_dict_show_stays(placement: str, tmp_path: Pat
         step(this, adam, 4)
 
 
-@placements
-def test_who_looks_does_not_change_what_is_trained(placement: str, tmp_path: Path) -> None:
-    """Also where a function of the user's, or a graph, takes a parameter outside of its module's forward."""
-    mode = {"update": "delayed", "delay_warmup_steps": 1, **PLACEMENTS[placement]}
-    reads = (values, gathered_values, evaluated)
-    found: list[list[torch.Tensor]] = []
-    for looks in (False, True):
-        folder = tmp_path / str(looks)
-        folder.mkdir()
-        model, optimizer = wrapped(folder, CutModel, **mode)
-        losses = []
-        with closing(optimizer):
-            for t in range(8):  # between steps in the first three of six, before the backward in the others
-                read = reads[t % 3]
-                if looks and t % 6 < 3:
-                    read(model)
-                loss = model(tokens(t))
-                if looks and t % 6 >= 3:
-                    read(model)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach().clone())
-            found.append([*losses, *values(model)])
-    assert same(*found)
-
-
 def test_an_edit_is_not_dropped_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_DELAY_SEED", "1")
     this, model, adam = started(tmp_path, "resident")
@@ -247,8 +139,8 @@ def test_state_that_was_read_ahead_in_another_order_does_not_block_the_update(
     """With fewer leases than chunks: those that are read ahead first may be updated last."""
     torch.manual_seed(0)
     mode: dict[str, Any] = {"update": update, "update_depth": 1, "read_ahead_memory": 0}
-    model, adam = wrap_adamw(Stack(), config_for(tmp_path, delay_warmup_steps=1, **mode))
-    x, done = torch.randn(4, 32), threading.Event()
+    model, adam = wrap_adamw(Layers(6), config_for(tmp_path, delay_warmup_steps=1, **mode))
+    x, done = torch.randn(4, 64), threading.Event()
 
     def train() -> None:
         for order in ((0, 1, 2), (0, 1, 2), (5, 4, 3), (2, 1, 0), (0, 1, 2), (2, 5)) * 2:

@@ -1,11 +1,9 @@
-"""Descriptors and forks: a number is closed once, and a fork keeps no copy of what is its parent's."""
+"""Descriptors and forks: a number is closed once, and a fork keeps no lock of its parent's."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,25 +61,6 @@ def test_a_fork_closes_no_number_that_was_closed_before_it(
     arena.close()
     assert ends
     assert not any(ends)
-
-
-def test_a_fork_beside_a_close_keeps_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(str(tmp_path), MIB)
-    fd = arena.fd
-    real = os.close
-    ends: list[int] = []
-    forks = threading.Thread(target=lambda: ends.append(end_of(fork(lambda: not is_open(fd)))))
-
-    def closes(number: int) -> None:
-        if number == fd and not forks.ident:
-            forks.start()
-            time.sleep(0.2)  # the fork waits for this close
-        real(number)
-
-    monkeypatch.setattr(os, "close", closes)
-    arena.close()
-    forks.join(30)
-    assert ends == [0]
 
 
 @pytest.mark.parametrize("kind", ["save", "export", "run"])

@@ -16,12 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from torch import nn
 
 import infinity
 from infinity.api.closing import wait_for_dropped
@@ -33,8 +32,8 @@ from infinity.core.errors import (
     TransferError,
 )
 
-from . import inner, models
-from .command_line import mounted
+from .command_line import mounted, started
+from .fault_runs import Training
 from .faults import FaultFS, build, missing_means
 
 _ROOT = Path(__file__).parents[1]
@@ -132,55 +131,6 @@ def test_a_fault_at_every_operation_ends_with_the_same_bits_or_a_typed_error() -
 # ------------------------------------------------------------------------------- a training run
 
 
-class Training:
-    """A small GPT on `directory`, wrapped, and its losses."""
-
-    def __init__(self, directory: Path, **settings: Any) -> None:
-        self.case = models.case("gpt", seed=3, batches=4, batch_size=2, width=32, layers=2, heads=2)
-        self.model: Any = self.case.model
-        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        self.adam: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.losses: list[float] = []
-        config = {
-            "device": "cpu",
-            "dtype": "fp32",
-            "device_memory": "4MiB",
-            "host_memory": "32MiB",
-            "chunk_elements": 65536,
-            "block_bytes": "16KiB",
-            "threads": 1,
-            **dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme"),
-            **settings,
-        }
-        self.config = inner.config(nvme=directory, **config)
-
-    def wrap(self) -> Training:
-        self.model, self.adam = infinity.wrap(self.model, self.adam, self.config)
-        return self
-
-    def steps(self, count: int) -> list[float]:
-        for _ in range(count):
-            loss = self.case.loss(self.model, self.case.batches[len(self.losses) % 4])
-            loss.backward()
-            self.adam.step()
-            self.adam.zero_grad()
-            self.losses.append(loss.item())
-        return self.losses
-
-    def untouched(self) -> None:
-        """Nothing of the model was taken, and it still trains by itself."""
-        for name, param in self.model.named_parameters():
-            assert torch.equal(param, self.before[name])
-        self.steps(1)
-
-    def __enter__(self) -> Training:
-        return self.wrap()
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(StorageError):  # what a test expected has been raised before
-            infinity.close(self.adam)
-
-
 @pytest.fixture(scope="module")
 def undisturbed() -> list[float]:
     folder = Path(tempfile.mkdtemp(prefix="infinity-test-"))
@@ -189,24 +139,6 @@ def undisturbed() -> list[float]:
             return list(run.steps(4))
     finally:
         shutil.rmtree(folder)
-
-
-@contextlib.contextmanager
-def child(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that is killed in the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
 
 
 def line_of(process: subprocess.Popen[str], seconds: float = 240) -> str:
@@ -233,21 +165,6 @@ def test_a_drive_that_cannot_be_used_is_refused_before_anything_is_touched(
             run.wrap()
         assert caught.value.errno == number
         assert os.listdir(place) == []
-        run.untouched()
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("value", [errno.ENOSPC, errno.EIO])
-def test_space_that_cannot_be_taken_is_refused_before_anything_is_touched(
-    faultfs: Path, tmp_path: Path, value: int
-) -> None:
-    with FaultFS(faultfs, tmp_path / "fs") as fs:
-        fs.arm("fallocate", "error", 1, value=value)
-        run = Training(fs.path)
-        with pytest.raises(DirectoryError) as caught:
-            run.wrap()
-        assert caught.value.errno in (value, errno.ENOSPC)
-        assert os.listdir(fs.path) == []
         run.untouched()
 
 
@@ -290,47 +207,14 @@ def test_a_mount_that_is_gone(faultfs: Path, tmp_path: Path, where: str) -> None
                 infinity.close(run.adam)
 
 
-_ON_A_MOUNT_THAT_GOES = """
-import sys, torch
-from torch import nn
-import infinity
-from infinity.core.errors import StorageError
-
-config = infinity.Config(device="cpu", dtype="fp32", nvme=sys.argv[1], parameters="nvme")
-try:
-    with infinity.init(config):
-        nn.Linear(1000, 100)
-except StorageError as error:
-    print(error, flush=True)
-model = nn.Linear(1000, 100)  # the cure
-model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-model(torch.ones(1, 1000)).sum().backward()
-adam.step()
-infinity.close(adam)
-with infinity.init(config):
-    # It holds the scratch file until the process ends.
-    hook = next(iter(torch.nn.modules.module._global_parameter_registration_hooks.values()))
-print("trained", flush=True)
-sys.stdin.readline()  # the mount goes meanwhile
-"""
-
-
-@pytest.mark.processes
 @pytest.mark.root
 def test_a_file_system_that_cannot_map_files(faultfs: Path, tmp_path: Path) -> None:
-    """`init` says what works there; and a scratch file whose mount is gone ends without a word."""
-    with FaultFS(faultfs, tmp_path / "fs") as fs, child(_ON_A_MOUNT_THAT_GOES, fs.path) as process:
-        told = []
-        while not told or told[-1] not in ("trained\n", ""):
-            told.append(line_of(process))
-        fs.unmount()
-        _, err = process.communicate("\n", timeout=60)
-        assert process.returncode == 0, err
-    assert told[-1] == "trained\n"
-    assert "cannot be mapped" in "".join(told)
-    assert "build it without `init`" in "".join(told)
-    assert "Traceback" not in err
-    assert "Errno" not in err
+    """`init` says what works there."""
+    with FaultFS(faultfs, tmp_path / "fs") as fs:
+        config = infinity.Config(device="cpu", dtype="fp32", nvme=fs.path, parameters="nvme")
+        with pytest.raises(StorageError, match="cannot be mapped") as caught, infinity.init(config):
+            nn.Linear(1000, 100)
+        assert "build it without `init`" in str(caught.value.cure)
 
 
 @pytest.mark.on_cpu
@@ -414,7 +298,7 @@ def test_an_update_that_is_lost_at_the_end_is_told(
 _CHILD = """
 import sys
 from pathlib import Path
-from tests.test_faults import Training
+from tests.fault_runs import Training
 with Training(Path(sys.argv[1])) as run:
     while True:
         print(run.steps(1)[-1], flush=True)
@@ -424,7 +308,10 @@ with Training(Path(sys.argv[1])) as run:
 
 @pytest.mark.on_cpu
 def test_two_runs_in_a_directory_and_a_kill(tmp_path: Path, undisturbed: list[float]) -> None:
-    with child(_CHILD, tmp_path) as first, Training(tmp_path) as second:
+    with (
+        started("-c", _CHILD, str(tmp_path), stdin=subprocess.PIPE) as first,
+        Training(tmp_path) as second,
+    ):
         losses = [float(line_of(first))]
         second.steps(2)
         print(file=first.stdin, flush=True)  # the first goes on, unharmed
@@ -444,7 +331,7 @@ from infinity.core.at_exit import at_end
 sys.stderr = open(sys.argv[3], "w", buffering=1)
 at_end(lambda: print("over", file=sys.stderr, flush=True), last=True)
 from pathlib import Path
-from tests.test_faults import Training
+from tests.fault_runs import Training
 run = Training(Path(sys.argv[1]), aio_backend=sys.argv[2], update=sys.argv[4], delay_warmup_steps=0).wrap()
 run.steps(2)
 print("ready", flush=True)
@@ -476,7 +363,9 @@ def test_an_interrupt_while_a_stalled_transfer_is_waited_for(
     told = tmp_path / "stderr"
     with (
         FaultFS(faultfs, tmp_path / "fs") as fs,
-        child(_STALLED, fs.path, backend, told, update, closes) as process,
+        started(
+            *("-c", _STALLED, str(fs.path), backend, str(told), update, closes), stdin=subprocess.PIPE
+        ) as process,
     ):
         try:
             assert line_of(process) == "ready\n"

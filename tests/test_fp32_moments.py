@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,30 +70,6 @@ def test_a_pattern_that_matches_no_trainable_parameter_is_refused(tmp_path: Path
         assert "positions.weight" in str(caught.value.found)
         config = config.replace(optimizer_state_fp32="*.bias")
         infinity.close(infinity.wrap(model, torch.optim.AdamW(trained), config)[1])
-
-
-def test_patterns_change_nothing_where_no_moment_is_rounded(tmp_path: Path) -> None:
-    """So a run may be told that all of its moments are fp32 from now on. An inference has none."""
-    layouts = []
-    for patterns in ([], ["*.bias", "nothing"]):
-        model, optimizer = wrapped(OPTIMIZERS["adamw"], tmp_path / "a", optimizer_state_fp32=patterns)
-        layouts.append([unit.layout for unit in engine_of(model).units])
-        infinity.close(optimizer)
-    assert layouts[0] == layouts[1]
-    config = config_for(tmp_path, optimizer_state_dtype="bf16", optimizer_state_fp32=["nothing"])
-    infinity.close(infinity.inference(case("gpt").model, config))
-
-
-def test_patterns_are_for_names_without_the_prefix_of_a_compiled_module(tmp_path: Path) -> None:
-    model: Any = case("gpt").model
-    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-    patterns = ["blocks.0.mlp.0.weight", "norm.*"]
-    config = config_for(tmp_path, optimizer_state_dtype="bf16", optimizer_state_fp32=patterns)
-    model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-    engine = engine_of(model)
-    kept = {s.name for s in engine.params.values() if engine.states.moments_of(s)[0].precision == "fp32"}
-    assert kept == {"blocks.0._orig_mod.mlp.0.weight", "norm.weight", "norm.bias"}
-    infinity.close(optimizer)
 
 
 def test_state_of_an_optimizer_that_has_stepped_is_taken_over(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@ device they take."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,8 @@ from torch import nn
 import infinity
 from infinity.api import engine as engine_module
 from infinity.api.engine import engine_of
-from infinity.core.errors import CorruptionError
 from infinity.core.sizes import Tier
 from infinity.grads.buffer import UnitBuffer
-from infinity.grads.gradient_chunks import ChunkGradients
 from infinity.hardware import cpu_adam
 from infinity.hardware.device import HostDevice
 from infinity.planning.footprint import LEAST_BUFFERS
@@ -95,9 +91,6 @@ def draw(model: nn.Module, seed: int, share: float = 1.0) -> dict[str, torch.Ten
     }
 
 
-# -- what arrives -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("place", "dtype", "leases"),
     [
@@ -163,9 +156,6 @@ def test_whatever_arrives_is_what_a_plain_model_has(
     infinity.close(optimizer)
 
 
-# -- memory, leases, errors ---------------------------------------------------------------------------------
-
-
 class Nested(nn.Module):
     """What the root owns waits for the whole backward, beside the layers' own."""
 
@@ -216,37 +206,4 @@ def test_buffers_take_what_was_planned_and_no_more(
     optimizer.step()
     assert not engine.gradients._filling
     assert not engine.gradients.chunks.leaving
-    infinity.close(optimizer)
-
-
-def test_leases_come_home(tmp_path: Path) -> None:
-    """All of them, also when a transfer fails; and a chunk takes both that it needs or none."""
-    model, optimizer = wrapped(tmp_path, "nvme", host_memory=needed(tmp_path, "nvme"))
-    engine = engine_of(model)
-    stats = lambda: engine.pool.stats()["gradient"]  # noqa: E731
-    assert stats().total // (65536 * 4) == 2
-    for number in range(3):
-        model(draw(model, number)).backward()
-    engine.gradients.wait()
-    assert stats().in_use == 0
-    assert stats().peak == stats().total
-    chunks: ChunkGradients = engine.gradients.chunks
-    layout = engine.units[0].layout
-    with chunks.open(layout.trainable_chunks[0]):
-        assert chunks._try_leases(2, chunks.plans[layout.trainable_chunks[0].id]) is None
-        assert stats().in_use == 65536 * 4
-    assert stats().in_use == 0
-    (arena,) = engine.store._arenas
-    os.pwrite(arena.file.plain_fd, b"\xa5" * arena.nbytes, 0)  # what was written is not what is read
-
-    def backward() -> None:
-        model(draw(model, 9)).backward()
-        engine.gradients.wait()
-
-    with pytest.raises(CorruptionError):
-        backward()
-    while chunks.writes:
-        with contextlib.suppress(CorruptionError):  # told already
-            chunks.finish_write()
-    assert stats().in_use == 0
     infinity.close(optimizer)

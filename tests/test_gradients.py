@@ -22,7 +22,6 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import BudgetError, GradientError
 from infinity.grads.gradient_chunks import GradientIO
-from infinity.params.updates import Updates
 
 from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, config_for, wrap_adamw
 from .ranks import all_well, run_ranks
@@ -160,44 +159,6 @@ def test_zeros_take_no_bytes(
             o.step()
         infinity.flush(model)
         close_to(model, reference)
-
-
-def waits_of(model: Any, optimizer: Any, forget: Any, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how often backwards wait for a delayed update that cannot end before them."""
-    waited = []
-    wait_unit = Updates.wait_unit
-    engine = engine_of(model)
-    for step in range(4):
-        loss = model(batch(step))
-        with monkeypatch.context() as patch:
-
-            def count(self: Updates, unit: int) -> None:
-                waited.append(unit)
-                wait_unit(self, unit)
-
-            patch.setattr(Updates, "wait_unit", count)
-            # As if the update before were under way until this backward is over.
-            patch.setattr(Updates, "has_chunk", lambda self, chunk: True)
-            loss.backward()
-            engine.gradients.send_all()
-        optimizer.step()
-        forget(model, optimizer)
-    return len(waited)
-
-
-@pytest.mark.parametrize(
-    ("forget", "waits"),
-    [
-        (lambda model, optimizer: optimizer.zero_grad(), False),
-        (lambda model, optimizer: model.zero_grad(set_to_none=False), False),
-        (lambda model, optimizer: None, True),  # the update reads the gradients that are added to
-    ],
-)
-def test_a_backward_waits_for_a_delayed_update_that_reads_what_it_adds_to(
-    forget: Callable[[Any, Any], object], waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with wrapped(tmp_path, "nvme", update="delayed") as (model, optimizer):
-        assert (waits_of(model, optimizer, forget, monkeypatch) > 0) == waits
 
 
 # -- kept and put back ----------------------------------------------------------------------------

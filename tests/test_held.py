@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import gc
 import warnings
 from pathlib import Path
@@ -22,7 +20,6 @@ from infinity.core.errors import (
     PrecisionError,
     WrapError,
 )
-from infinity.params.unit import UnitState
 
 from .models import case
 from .offloaded import RESIDENT, config_for
@@ -94,7 +91,10 @@ def test_a_held_unit_is_counted_warned_of_once_and_goes_when_it_is_let_go(tmp_pa
     infinity.close(model)
 
 
-def test_a_graph_from_before_a_step_and_an_edited_activation_fail_as_in_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"update": "delayed", "delay_warmup_steps": 0, **RESIDENT}])
+def test_a_graph_from_before_a_step_and_an_edited_activation_fail_as_in_torch(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     class Editing(Net):
         edits = False
 
@@ -107,10 +107,11 @@ def test_a_graph_from_before_a_step_and_an_edited_activation_fail_as_in_torch(tm
                 z.mul_(2)
             return w  # type: ignore[no-any-return]
 
-    model, optimizer = wrapped(tmp_path, Editing())
+    model, optimizer = wrapped(tmp_path, Editing(), **settings)
     loss = model(batch()).square().mean()
     model(batch(1)).square().mean().backward()
     optimizer.step()
+    infinity.flush(model)  # else a delayed update leaves the values that the graph was made with
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     optimizer.zero_grad()
@@ -144,62 +145,6 @@ def test_autocast_is_refused_wherever_a_unit_begins(where: str, tmp_path: Path) 
     with pytest.raises(PrecisionError, match="autocast"):
         call(batch())
     infinity.close(model)
-
-
-def elsewhere(model: Any, alias: torch.Tensor) -> None:
-    """A counted edit of another parameter hides nothing."""
-    with torch.no_grad():
-        model.head.weight.mul_(0.5)
-
-
-def evaluated(model: Any, alias: torch.Tensor) -> None:
-    with torch.no_grad():
-        model.eval()(batch())
-    model.train()
-
-
-def nothing(model: Any, alias: torch.Tensor) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("then", "when"),
-    [(elsewhere, "before a forward"), (evaluated, "before step"), (nothing, "before step")],
-)
-def test_no_edit_through_an_alias_is_lost_silently(then: Any, when: str, tmp_path: Path) -> None:
-    """A delayed update is about to replace the edited values."""
-    model, optimizer = wrapped(tmp_path, Net(), update="delayed", delay_warmup_steps=1, **RESIDENT)
-
-    def step(edit: bool) -> None:
-        for moment in ("before a forward", "before step"):
-            if edit and moment == when:
-                alias.add_(1)
-                then(model, alias)
-            if moment == "before a forward":
-                model(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with infinity.gathered(model.head):
-        alias = model.head.bias.data
-    for _ in range(3):
-        step(False)
-    with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited where") as error:
-        step(True)
-    # What the error says works, and the other edits count.
-    assert "flush" in str(error.value.cure)
-    infinity.flush(model)
-    with infinity.gathered(model.head, write=True):
-        model.head.bias.data.fill_(3)
-    for _ in range(2):
-        model(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    infinity.flush(model)
-    with infinity.gathered(model.head):
-        assert float((model.head.bias.detach() - 3).abs().max()) < 0.2
-        assert torch.equal(alias, model.head.bias)
-    infinity.unwrap(model)
 
 
 def test_an_edit_that_torch_counts_is_kept_by_a_block_of_another_parameter(tmp_path: Path) -> None:
@@ -286,61 +231,6 @@ def test_data_of_another_shape_is_refused_and_the_rest_is_kept(tmp_path: Path) -
             assert block.up.weight.shape == (128, 64)
             assert block.up.weight.abs().sum() > 0
     model(batch())
-    infinity.close(model)
-
-
-def _out_of_memory() -> None:
-    raise torch.OutOfMemoryError("no room")
-
-
-def test_a_prefetch_that_finds_no_memory_is_no_error(tmp_path: Path) -> None:
-    """And one that is needed makes room and tries again; what counts bytes stays right."""
-    model, optimizer = wrapped(tmp_path, update="sync")
-    engine = engine_of(model)
-    for step in range(2):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.residency.reshard_all()
-    for unit in engine.units[2:]:
-        unit._memory.fill = _out_of_memory  # type: ignore[method-assign]
-    engine.residency.prefetch()
-    filled = [u for u in engine.units if u.state is not UnitState.SHARDED]
-    assert engine.residency.cache.allocated == sum(u.layout.gathered_nbytes for u in filled)
-    assert not any(u.state is not UnitState.SHARDED for u in engine.units[2:])
-    with pytest.raises(torch.OutOfMemoryError):
-        model(batch())
-    assert not any(u.state is not UnitState.SHARDED for u in engine.units[2:])
-    for unit in engine.units[2:]:
-        del unit._memory.fill
-    wanted = model(batch())
-    assert torch.equal(model(batch()), wanted)
-    infinity.close(model)
-
-
-@pytest.mark.parametrize(("how", "place"), [("step", "device"), ("edit", "host"), ("step", "nvme")])
-def test_hooks_that_keep_copies_see_no_newer_values(how: str, place: str, tmp_path: Path) -> None:
-    """In torch the backward takes their copies. Where there are none, it is torch's error."""
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model, optimizer = wrapped(tmp_path, copy.deepcopy(plain), parameters=place)
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2)
-    modified = pytest.raises(RuntimeError, match="modified by an inplace operation")
-    for net, steps in ((plain, adam), (model, optimizer)):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-            loss = net(torch.ones(2, 8)).square().mean()
-            loss.backward(retain_graph=True)
-            if how == "step":
-                steps.step()
-            else:
-                editing = contextlib.nullcontext() if net is plain else infinity.gathered(net, write=True)
-                with editing, torch.no_grad():
-                    net[2].weight.mul_(2)
-            steps.zero_grad()
-            with modified if net is model and place != "device" else contextlib.nullcontext():
-                loss.backward()
-    if place == "device":
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(infinity.gradient(p), q.grad)
     infinity.close(model)
 
 

@@ -169,16 +169,6 @@ def test_parameters_on_every_tier(directory: Any, standing: Any, tmp_path: Path)
     assert all(torch.equal(state[n], p) for n, p in wanted.state_dict().items())
 
 
-def test_what_transformers_keeps_in_fp32(directory: Any, standing: Any, tmp_path: Path) -> None:
-    path = directory("t5")
-    wanted = class_of("t5").from_pretrained(path, dtype=torch.float16).eval()
-    kept = {name for name, p in wanted.named_parameters() if p.dtype is torch.float32}
-    assert kept
-    model = standing(path, config_of(tmp_path, dtype="fp16"))
-    assert {name for name, p in model.named_parameters() if p.dtype is torch.float32} == kept
-    assert torch.equal(logits(model), logits(wanted))
-
-
 def test_a_model_that_was_built(standing: Any, tmp_path: Path) -> None:
     case = models.case("gpt")
     case.model.eval()

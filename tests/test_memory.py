@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -137,22 +136,3 @@ def test_host_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     found = json.loads(limited.stdout.splitlines()[-1])
     assert (found["losses"], found["checksum"]) == (large["losses"], large["checksum"])
     assert limited.oom_kills == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.root
-@pytest.mark.timeout(3600)
-def test_a_model_of_1_5_billion_parameters_takes_three_steps_in_4_gib(tmp_path: Path) -> None:
-    layers, width = 48, 1600
-    numel = 12 * width * width * layers
-    need = int(24 * numel * 1.1)
-    free = shutil.disk_usage(tmp_path).free
-    if free < need:
-        unavailable(f"needs {need >> 30} GiB of disk, {free >> 30} GiB are free")
-    arguments = [str(tmp_path), str(layers), str(width), "bf16", "1GiB", "1GiB", "nvme", "3", "0"]
-    result = run_limited(TRAIN, *arguments, limit=4 << 30, timeout=3500)
-    assert result.rc == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found["numel"] > 1.4e9
-    assert all(math.isfinite(loss) for loss in found["losses"])
-    assert result.oom_kills == 0

@@ -23,7 +23,6 @@ from .small_models import (
     Cut,
     CutModel,
     FusedModel,
-    HeadModel,
     Holder,
     HolderModel,
     Model,
@@ -99,27 +98,6 @@ def test_a_parameter_used_outside_its_own_module(name: str, tmp_path: Path) -> N
             warnings.filterwarnings("ignore", ".*(refer to|uses more units at once).*", RuntimeWarning)
             assert_close([*train(model, optimizer), *values(model)], wanted)
         infinity.close(model)
-
-
-def test_what_is_used_outside_its_module_is_loaded_ahead_from_the_second_round_on(tmp_path: Path) -> None:
-    """As often as in a model that calls its head."""
-    missed = {}
-    for make in (HeadModel, FusedModel, CutByAttributeModel):
-        model, optimizer = built(make)
-        config = budgeted(make, tmp_path, "least")
-        room = 4 * 2 * WIDTH * (WIDTH + 1) * 4  # of four linear layers
-        model, optimizer = infinity.wrap(
-            model, optimizer, config.replace(device_memory=int(config.device_memory or 0) + room)
-        )
-        engine, counts = engine_of(model), []
-        for _ in range(2):
-            train(model, optimizer)
-            counts.append(engine.residency.missed)
-        head = next(u.index for u in engine.units if u.layout.name.endswith("head"))
-        assert engine.residency.schedule.recorded().count(head) >= 1
-        missed[make] = counts[1] - counts[0]
-        infinity.close(model)
-    assert max(missed.values()) <= missed[HeadModel] + 2, missed
 
 
 def test_outside_of_a_forward_it_is_an_error_with_a_cure_that_works(tmp_path: Path) -> None:

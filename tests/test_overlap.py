@@ -16,8 +16,7 @@ from infinity.core.errors import StorageError
 from infinity.optim import update
 
 from .models import case
-from .offloaded import assert_same, config_for, train_offloaded
-from .reference import two_groups
+from .offloaded import config_for
 
 RESIDENT = {"parameters": "device", "optimizer_state": "nvme", "gradients": "host"}
 
@@ -36,9 +35,6 @@ class Gate:
             self.computed += 1
 
         monkeypatch.setattr(update, "_compute", compute)
-
-    def open(self) -> None:
-        self._open.set()
 
     def open_soon(self, seconds: float = 0.2) -> None:
         threading.Timer(seconds, self._open.set).start()
@@ -198,30 +194,3 @@ def test_nothing_grows_in_the_steady_state(tmp_path: Path, settings: dict[str, A
     assert all(step(i) == first for i in range(2, 8))
     infinity.close(optimizer)
     assert all(q.in_use == 0 for q in engine.pool.stats().values())
-
-
-@pytest.mark.parametrize("settings", [RESIDENT, {}], ids=["resident", "nvme"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.nightly) for s in range(1, 20))])
-def test_random_delays_change_nothing(
-    seed: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(mode: str) -> Any:
-        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        config = config_for(
-            folder,
-            device_memory="2MiB",
-            host_memory="24MiB",
-            max_grad_norm=0.5,
-            update=mode,
-            delay_warmup_steps=1,
-            **settings,
-        )
-        return train_offloaded(
-            case("gpt", layers=2), config, steps=4, accumulate=1 + seed % 2, groups=two_groups
-        )
-
-    wanted, late = train("sync"), train("delayed")
-    monkeypatch.setenv("INFINITY_DELAY_SEED", str(seed))
-    assert_same(train("overlap"), wanted)
-    assert_same(train("delayed"), late)

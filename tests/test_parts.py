@@ -1,52 +1,17 @@
-"""How units are cut: every element once, on one rank, aligned; and the parts of chunks: sizes, places in
-leases and traffic, for every placement."""
+"""How units are cut: every element once, on one rank, aligned; and what a step moves of them."""
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.core.sizes import ALIGNMENT, NORM_BLOCK, SEGMENT_ELEMENTS, Tier
+from infinity.core.sizes import NORM_BLOCK, SEGMENT_ELEMENTS, Tier
 from infinity.planning.partition import ParamSpec, UnitLayout, partition
-from infinity.planning.parts import ADAM, PURPOSES, ChunkParts, Moment, plan_chunks
+from infinity.planning.parts import ADAM, Moment, plan_chunks
 from infinity.planning.placement import assign
-
-DTYPES = ("fp32", "bf16", "fp16")
-PLACES = list(itertools.product(Tier, Tier, Tier))
-
-
-def parts_of(places: tuple[Tier, Tier, Tier], dtype: str, *, staged: bool, delayed: bool) -> ChunkParts:
-    layouts = partition([("u", [ParamSpec("p", (NORM_BLOCK,), dtype, True, 0)])], NORM_BLOCK)
-    assignment = assign(layouts, *({tier: 1.0} for tier in places))
-    moments = [Moment(name, "fp32") for name in ADAM]
-    (plan,) = plan_chunks(layouts, assignment, moments, staged=staged, delayed=delayed)
-    return plan
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_worked_on_in_a_lease_lies_side_by_side(dtype: str, staged: bool, delayed: bool) -> None:
-    for places in PLACES:
-        plan = parts_of(places, dtype, staged=staged, delayed=delayed)
-        assert set(plan.parts) <= set(PURPOSES)
-        assert all(size % ALIGNMENT == 0 for part in plan.parts.values() for size in part.sections)
-        assert all(len(part.tiers) <= len(PURPOSES[name]) for name, part in plan.parts.items())
-        used = [plan.parts[n] for n in ("state", "gradient", "copy")]
-        end = 0
-        for part in used:
-            if part.lease_offset is not None:
-                assert part.lease_offset == end
-                end += part.nbytes
-        assert plan.update_lease == end
-        for part in used:
-            crosses = staged and plan.state_tier is not Tier.DEVICE and part.tier is Tier.DEVICE
-            assert (part.lease_offset is not None) == (part.tier is Tier.NVME or crosses)
-
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 
@@ -65,7 +30,11 @@ D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 def test_what_a_step_moves_per_parameter(
     places: tuple[Tier, Tier, Tier], dtype: str, read: int, written: int, link: int
 ) -> None:
-    moved = parts_of(places, dtype, staged=True, delayed=False).moved
+    layouts = partition([("u", [ParamSpec("p", (NORM_BLOCK,), dtype, True, 0)])], NORM_BLOCK)
+    assignment = assign(layouts, *({tier: 1.0} for tier in places))
+    moments = [Moment(name, "fp32") for name in ADAM]
+    (plan,) = plan_chunks(layouts, assignment, moments, staged=True, delayed=False)
+    moved = plan.moved
     assert moved.read == read * NORM_BLOCK
     assert moved.written == written * NORM_BLOCK
     assert moved.link_each + moved.link_once == link * NORM_BLOCK
@@ -140,24 +109,6 @@ def test_every_element_lies_in_exactly_one_segment_of_one_rank(
         assert [(u.name, u.params) for u in layouts] == [(name, tuple(params)) for name, params in units]
         _check(layouts, rank, covered, blocks)
     assert covered == [[p.numel for p in params] for _, params in units]
-
-
-@settings(max_examples=30, deadline=None)
-@given(models(), st.integers(2, 4096), st.data())
-def test_ranks_agree_on_all_but_whose_elements_they_have(
-    units: list[tuple[str, list[ParamSpec]]], world: int, data: st.DataObject
-) -> None:
-    """What must be equal for collectives, without going through thousands of ranks."""
-    ranks = [0, data.draw(st.integers(0, world - 1)), world - 1]
-    first, *others = (partition(units, NORM_BLOCK, rank=r, world=world) for r in ranks)
-    for rank, layouts in zip(ranks[1:], others, strict=True):
-        for a, b in zip(first, layouts, strict=True):
-            assert (a.byte_offsets, a.runs) == (b.byte_offsets, b.runs)
-            moved = [(c.id, c.start, c.numel, c.dtype, c.trainable) for c in b.chunks]
-            assert moved == [(c.id, c.start, c.numel, c.dtype, c.trainable) for c in a.chunks]
-            for run in b.runs:
-                mine = [c for c in b.chunks if run.begin <= c.copy_offset < run.begin + run.nbytes]
-                assert mine[0].copy_offset == run.begin + rank * run.slice_nbytes
 
 
 @settings(max_examples=30, deadline=None)

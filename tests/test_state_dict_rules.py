@@ -19,7 +19,6 @@ from torch import nn
 import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterChangedError, ParameterError, StateDictError
-from infinity.params.given import Given
 
 from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, config_for, wrap_adamw
 
@@ -458,17 +457,6 @@ def test_what_edits_copies_and_means_no_edit_is_left_alone(place: str, tmp_path:
         del state
         model(torch.zeros(1, WIDTH))
         assert not engine_of(model).edits.given._copies  # nothing is kept of what is gone
-
-
-def test_on_a_device_of_its_own_an_edit_of_a_copy_is_a_warning(tmp_path: Path) -> None:
-    """`.cpu()` would be a copy in torch and is none of what lies on the host."""
-    with wrapped(tmp_path, "host") as (model, _):
-        given, copy = Given(staged=True), torch.zeros(3)
-        given.add(engine_of(model).params[model.unused.bias], copy)
-        copy.cpu().add_(1)
-        with pytest.warns(RuntimeWarning, match=r"'unused\.bias'"):
-            given.check()
-        given.check()
 
 
 # -- a device of its own ----------------------------------------------------------------------------

@@ -124,20 +124,3 @@ def test_state_of_what_is_frozen_now_is_left_out(tmp_path: Path) -> None:
         )
     finally:
         infinity.close(optimizer)
-
-
-def test_load_hooks_of_the_optimizer_are_called_as_in_torch(tmp_path: Path) -> None:
-    _, optimizer, _ = wrapped(tmp_path, "fp32")
-    plain = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
-    try:
-        called = []
-        for each in (optimizer, plain):
-            each.register_load_state_dict_pre_hook(lambda o, s: called.append("before"))
-            each.register_load_state_dict_pre_hook(
-                lambda o, s: {**s, "param_groups": [{**g, "lr": 0.5} for g in s["param_groups"]]}
-            )
-            each.register_load_state_dict_post_hook(lambda o: called.append(o.param_groups[0]["lr"]))
-            each.load_state_dict(each.state_dict())
-        assert called == ["before", 0.5] * 2
-    finally:
-        infinity.close(optimizer)

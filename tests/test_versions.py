@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
-
-from infinity.core.errors import CorruptionError
 from infinity.core.sizes import Tier
 from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Store, Version
 
-from .small_store import NVME, PAGE, ROOM, arena_file, bytes_of, fill, pool_of
+from .small_store import NVME, PAGE, ROOM, bytes_of, fill, pool_of
 
 FRONT, BACK = Version.FRONT, Version.BACK
 
@@ -45,27 +41,3 @@ def test_what_is_done_with_the_back_does_not_wait_for_the_front(tmp_path: Path) 
             assert set(lease.tensor()[: 2 * PAGE].tolist()) == {value}
         assert bytes_of(store, 0, "copy", 0) == b"\4" * 2 * PAGE
         assert bytes_of(store, 0, "copy", 1) == b"\3" * 2 * PAGE
-
-
-def test_each_slot_has_its_own_checksums_and_length(tmp_path: Path) -> None:
-    pool = pool_of()
-    with two(tmp_path, pool, NVME, NVME) as store, pool.lease("a", ROOM) as lease:
-        store.write(0, "copy", fill(lease, 1), nbytes=PAGE + 1, version=FRONT).wait()
-        store.write(0, "copy", fill(lease, 2), version=BACK).wait()
-        for flipped in (False, True):
-            found = []
-            for which in (BACK, FRONT) if flipped else (FRONT, BACK):
-                transfer = store.read(0, "copy", lease, version=which)
-                transfer.wait()
-                found.append((transfer.nbytes, set(lease.tensor()[: transfer.nbytes].tolist())))
-            assert found == [(PAGE + 1, {1}), (2 * PAGE, {2})]
-            store.versions.flip(0, "copy")
-        slot = store.versions.slot(0, "copy", BACK)
-        with open(arena_file(store), "r+b") as file:
-            file.seek(store.layout.extent(0, "copy", slot).offset)
-            file.write(b"x")
-            file.flush()
-            os.fsync(file.fileno())
-        store.read(0, "copy", lease, version=FRONT).wait()
-        with pytest.raises(CorruptionError, match="section 0 of part 'copy' of chunk 0"):
-            store.read(0, "copy", lease, version=BACK).wait()

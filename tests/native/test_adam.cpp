@@ -144,26 +144,67 @@ struct State {
   }
 };
 
+// Elements of a gap between segments are as they were.
+void check_gap(Dtype g, Dtype o, Rule rule, Dtype m, bool split, int64_t n, const State& before) {
+  const int64_t begin = n / kBlock * kBlock, end = kBlock + 44;
+  Segment parts[2] = {whole(n), whole(n)};
+  parts[0].first = (int64_t{1} << 32) - 2 * kBlock, parts[0].numel = end;
+  parts[1].first = parts[0].first + begin, parts[1].start = begin, parts[1].numel = n - begin;
+  State gap(n, g, o, 5, m, rule, split);
+  update(gap.buffers(), parts, 2);
+  auto kept = [&](Block State::* of, int64_t from, int64_t to, int64_t all) {
+    const size_t element = (gap.*of).size / all;
+    const char *a = (gap.*of).as<char>(), *b = (before.*of).as<char>();
+    return !std::memcmp(a + from * element, b + from * element, (to - from) * element);
+  };
+  for (Block State::* of : {&State::master, &State::exp_avg, &State::exp_avg_sq, &State::out})
+    CHECK(kept(of, end, begin, n), "rule %d, moments %d, %s", int(rule), int(m), kernels().name);
+  for (Block State::* of : {&State::scales, &State::square_scales})
+    if (m == Dtype::log8)
+      CHECK(kept(of, 2, begin / kBlock, blocks_of(n, m)), "rule %d, %s", int(rule), kernels().name);
+}
+
+// Of every rule, with moments, gradients and copies of every dtype, with a split master or a whole one:
+// wherever the state begins and a segment is cut (of codes between blocks), and past the caches.
 void every_isa_gives_the_same_bits() {
   const char* names[3];
-  int count = available_isas(names);
-  for (int64_t n : {0, 1, 7, 16, 33, 64, 1000, 10007})
-    for (Dtype g : kDtypes)
-      for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
-        for (int option = 0; option < 2; ++option) {
-          Segment s = whole(n);
-          if (option) s.flag = 0, s.maximize = 1, s.a = 0.2;
-          CHECK(use_isa("scalar"), "scalar");
-          State expected(n, g, o, 0);
-          update(expected.buffers(), &s, 1);
-          for (int i = 0; i < count; ++i)
-            for (int64_t shift : {0, 1, 3}) {
-              CHECK(use_isa(names[i]), "%s", names[i]);
-              State found(n, g, o, shift);
-              update(found.buffers(), &s, 1);
-              CHECK(found == expected, "%s n=%d grad=%d out=%d", names[i], int(n), int(g), int(o));
+  const int count = available_isas(names);
+  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
+    for (Dtype m : {Dtype::f32, Dtype::bf16, Dtype::log8})
+      for (Dtype g : kDtypes)
+        for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
+          for (int64_t n : {0, 1, 15, 33, 256, 257, 1000, 2003, 10007})  // the last is several tasks
+            for (bool split : {false, true}) {
+              if (split ? o != Dtype::bf16 : n > 2003 && (g != Dtype::bf16 || o != Dtype::bf16)) continue;
+              Segment s = whole(n);
+              s.first = (int64_t{1} << 32) - (m == Dtype::log8 ? 2 * kBlock : 40);
+              if (g == Dtype::f32) s.flag = 0, s.maximize = 1, s.a = 0.2;
+              CHECK(use_isa("scalar"), "scalar");
+              State expected(n, g, o, 0, m, rule, split), before(n, g, o, 0, m, rule, split);
+              update(expected.buffers(), &s, 1);
+              CHECK(n == 0 || !(expected.master == before.master), "rule %d", int(rule));
+              if (m == Dtype::log8 && n)
+                CHECK((expected.exp_avg == before.exp_avg) == (rule == Rule::plain), "rule %d", int(rule));
+              const int64_t half = m == Dtype::log8 ? n / 2 / kBlock * kBlock : n / 3;
+              for (int i = 0; i < count; ++i) {
+                CHECK(use_isa(names[i]), "%s", names[i]);
+                State found(n, g, o, 3, m, rule, split), cut(n, g, o, 1, m, rule, split);
+                update(found.buffers(), &s, 1);
+                Segment parts[2] = {s, s};
+                parts[0].numel = half;
+                parts[1].start = half, parts[1].first += half, parts[1].numel = n - half;
+                update(cut.buffers(), parts, 2);
+                bool same = found == expected && cut == expected;
+                if (o != Dtype::none) {
+                  State past(n, g, o, 5, m, rule, split);
+                  past.update_past_the_caches(s);
+                  same = same && past == expected;
+                }
+                CHECK(same, "%s n=%d rule=%d moments=%d grad=%d out=%d split=%d", names[i], int(n), int(rule),
+                      int(m), int(g), int(o), int(split));
+                if (n == 2003) check_gap(g, o, rule, m, split, n, before);
+              }
             }
-        }
   CHECK(!use_isa("sse9"), "an unknown name is accepted");
 #ifdef __AARCH64EL__
   CHECK(count > 1 && !std::strcmp(names[1], "neon"), "%s", names[count - 1]);
@@ -198,135 +239,12 @@ void a_thread_can_change_the_length_of_its_vectors() {
 }
 #endif
 
-void writes_past_the_caches_end_where_they_should() {
+void the_traffic_of_an_update_moves_what_it_says() {
   const int64_t n = (1 << 20) + 13;
-  const char* names[3];
-  int count = available_isas(names);
-  Segment s = whole(n);
-  State expected(n, Dtype::bf16, Dtype::bf16, 0);
-  use_isa("scalar");
-  update(expected.buffers(), &s, 1);
-  for (int i = 0; i < count; ++i) {
-    use_isa(names[i]);
-    State found(n, Dtype::bf16, Dtype::bf16, 7);
-    update(found.buffers(), &s, 1);
-    CHECK(found == expected, "%s", names[i]);
-  }
   State moved(n, Dtype::bf16, Dtype::bf16, 0), as_it_was(n, Dtype::bf16, Dtype::bf16, 0);
   measure(moved.buffers(), n, true);
   CHECK(moved.out == moved.grad, "the traffic of an update copies the gradient");
   CHECK(moved.master == as_it_was.exp_avg, "the traffic of an update turns the state round");
-}
-
-void every_rule_and_dtype_of_moments_gives_the_same_bits() {
-  const char* names[3];
-  int count = available_isas(names);
-  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
-    for (Dtype m : {Dtype::f32, Dtype::bf16})
-      for (Dtype o : {Dtype::none, Dtype::bf16})
-        for (int64_t n : {1, 33, 1000, 10007}) {  // the last is several tasks
-          Segment s = whole(n);
-          use_isa("scalar");
-          State expected(n, Dtype::bf16, o, 0, m, rule);
-          update(expected.buffers(), &s, 1);
-          for (int i = 0; i < count; ++i) {
-            use_isa(names[i]);
-            State found(n, Dtype::bf16, o, 3, m, rule), cut(n, Dtype::bf16, o, 1, m, rule);
-            update(found.buffers(), &s, 1);
-            CHECK(found == expected, "rule %d, moments %d, %s", int(rule), int(m), names[i]);
-            Segment parts[2] = {s, s};  // where a segment is cut changes nothing
-            parts[0].numel = n / 3;
-            parts[1].start = n / 3, parts[1].first += n / 3, parts[1].numel = n - n / 3;
-            update(cut.buffers(), parts, 2);
-            CHECK(cut == expected, "cut, rule %d, moments %d, %s", int(rule), int(m), names[i]);
-            if (o == Dtype::none) continue;
-            State past(n, Dtype::bf16, o, 5, m, rule);
-            past.update_past_the_caches(s);
-            CHECK(past == expected, "past the caches, rule %d, moments %d, %s", int(rule), int(m), names[i]);
-          }
-        }
-}
-
-void moments_in_8_bits_have_the_same_bits() {
-  const char* names[3];
-  int count = available_isas(names);
-  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
-    for (Dtype g : kDtypes)
-      for (Dtype o : {Dtype::none, Dtype::f32, Dtype::bf16, Dtype::f16})
-        for (int64_t n : {1, 15, 255, 256, 257, 300, 2003, 10007}) {  // the last is several tasks
-          if (n > 2003 && (g != Dtype::bf16 || o != Dtype::bf16)) continue;
-          Segment s = whole(n);
-          s.first = (int64_t{1} << 32) - 2 * kBlock;
-          if (g == Dtype::f32) s.flag = 0, s.maximize = 1, s.a = 0.2;
-          use_isa("scalar");
-          State expected(n, g, o, 0, Dtype::log8, rule), before(n, g, o, 0, Dtype::log8, rule);
-          update(expected.buffers(), &s, 1);
-          CHECK(!(expected.master == before.master), "rule %d", int(rule));
-          CHECK((expected.exp_avg == before.exp_avg) == (rule == Rule::plain), "rule %d", int(rule));
-          const int64_t half = n / 2 / kBlock * kBlock, begin = n / kBlock * kBlock;
-          for (int i = 0; i < count; ++i) {
-            use_isa(names[i]);
-            for (int64_t shift : {0, 3}) {
-              State found(n, g, o, shift, Dtype::log8, rule);
-              update(found.buffers(), &s, 1);
-              CHECK(found == expected, "%s n=%d rule=%d grad=%d out=%d", names[i], int(n), int(rule), int(g),
-                    int(o));
-            }
-            State cut(n, g, o, 1, Dtype::log8, rule);
-            Segment parts[2] = {s, s};  // where a segment is cut, between blocks, changes nothing
-            parts[0].numel = half;
-            parts[1].start = half, parts[1].first += half, parts[1].numel = n - half;
-            update(cut.buffers(), parts, 2);
-            CHECK(cut == expected, "cut, %s n=%d rule=%d", names[i], int(n), int(rule));
-            if (o != Dtype::none && n <= 2003) {
-              State past(n, g, o, 1, Dtype::log8, rule);
-              past.update_past_the_caches(s);
-              CHECK(past == expected, "past the caches, %s n=%d rule=%d", names[i], int(n), int(rule));
-            }
-            if (n != 2003) continue;  // of a gap between blocks nothing is touched
-            State gap(n, g, o, 5, Dtype::log8, rule);
-            parts[0].numel = kBlock + 44;
-            parts[1].start = begin, parts[1].first = s.first + begin, parts[1].numel = n - begin;
-            update(gap.buffers(), parts, 2);
-            auto kept = [&](Block State::* of, size_t element, int64_t from, int64_t to) {
-              const char *a = (gap.*of).as<char>(), *b = (before.*of).as<char>();
-              return !std::memcmp(a + from * element, b + from * element, (to - from) * element);
-            };
-            CHECK(kept(&State::master, 4, kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
-            CHECK(kept(&State::exp_avg, 1, kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
-            CHECK(kept(&State::exp_avg_sq, 1, kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
-            CHECK(kept(&State::out, width(o), kBlock + 44, begin), "rule %d, %s", int(rule), names[i]);
-            CHECK(kept(&State::scales, 4, 2, begin / kBlock), "rule %d, %s", int(rule), names[i]);
-            CHECK(kept(&State::square_scales, 4, 2, begin / kBlock), "rule %d, %s", int(rule), names[i]);
-          }
-        }
-}
-
-void a_split_master_has_the_same_bits() {
-  const char* names[3];
-  int count = available_isas(names);
-  for (Rule rule : {Rule::adam, Rule::plain, Rule::momentum, Rule::adagrad, Rule::lion})
-    for (Dtype m : {Dtype::f32, Dtype::bf16, Dtype::log8})
-      for (Dtype g : kDtypes)
-        for (int64_t n : {1, 15, 257, 2003}) {
-          Segment s = whole(n);
-          s.first = (int64_t{1} << 32) - 2 * kBlock;
-          use_isa("scalar");
-          State expected(n, g, Dtype::bf16, 0, m, rule, true), before(n, g, Dtype::bf16, 0, m, rule, true);
-          update(expected.buffers(), &s, 1);
-          CHECK(!(expected.master == before.master), "rule %d", int(rule));
-          for (int i = 0; i < count; ++i)
-            for (int64_t shift : {0, 3}) {
-              use_isa(names[i]);
-              State found(n, g, Dtype::bf16, shift, m, rule, true);
-              update(found.buffers(), &s, 1);
-              CHECK(found == expected, "%s n=%d rule=%d grad=%d moments=%d", names[i], int(n), int(rule),
-                    int(g), int(m));
-              State past(n, g, Dtype::bf16, shift, m, rule, true);
-              past.update_past_the_caches(s);
-              CHECK(past == expected, "past the caches, %s n=%d rule=%d", names[i], int(n), int(rule));
-            }
-        }
 }
 
 // Infinities, NaNs, zeros, subnormals, the ends of the dtypes' ranges, ties of their roundings.
@@ -550,11 +468,8 @@ int main(int argc, char** argv) {
   set_threads(3);
   if (argc > 2) CHECK(!std::strcmp(kernels().name, argv[2]), "%s", kernels().name);
   every_isa_gives_the_same_bits();
-  every_rule_and_dtype_of_moments_gives_the_same_bits();
-  moments_in_8_bits_have_the_same_bits();
-  a_split_master_has_the_same_bits();
   special_values_have_the_same_bits();
-  writes_past_the_caches_end_where_they_should();
+  the_traffic_of_an_update_moves_what_it_says();
   gaps_are_not_touched();
   sums_and_conversions_agree();
   several_threads_share_the_pool();
