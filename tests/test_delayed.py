@@ -100,18 +100,15 @@ def offloaded(
     steps: int = STEPS,
     *,
     looks: bool = False,
-    before_backward: Callable[[], object] = lambda: None,
     between: Callable[[OffloadOptimizer, int], None] | None = None,
-    begin: Callable[[Any, OffloadOptimizer], int] = lambda model, adam: 1,
 ) -> Found:
-    """Train as `plain` does. `begin` makes the model ready, and returns the number of the first step."""
+    """Train as `plain` does."""
     found = Found([], [], [])
     model, adam = wrap_adamw(case.model, config, lr=1e-3)
     try:
-        for t in range(begin(model, adam), steps + 1):
+        for t in range(1, steps + 1):
             adam.param_groups[0]["lr"] = 1e-3 * t
             loss = case.loss(model, case.batches[t % len(case.batches)])
-            before_backward()
             loss.backward()
             found.losses.append(loss.item())
             adam.step()

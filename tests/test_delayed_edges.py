@@ -21,7 +21,7 @@ from infinity.core.errors import ParameterChangedError, ParameterError
 from .models import case
 from .offloaded import ON_NVME, config_for, wrap_adamw
 from .test_cache import Layers
-from .test_delayed import glance, masters_of
+from .test_delayed import equal, glance, masters_of
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme": ON_NVME,
@@ -62,10 +62,6 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [v.clone() for v in model.state_dict().values()]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def test_a_step_inside_gathered_is_refused(tmp_path: Path) -> None:
     found = []
     for inside in (True, False):
@@ -78,7 +74,7 @@ def test_a_step_inside_gathered_is_refused(tmp_path: Path) -> None:
                     adam.step()
             adam.step()
             found.append(masters_of(model))
-    assert same(*found)
+    assert equal(*found)
 
 
 @placements
@@ -89,15 +85,15 @@ def test_what_gathered_and_a_state_dict_show_stays(placement: str, tmp_path: Pat
         saved = model.state_dict()
         before = [v.clone() for v in saved.values()]
         this.loss(model, this.batches[3])
-        assert same(list(saved.values()), before)
+        assert equal(list(saved.values()), before)
         with infinity.gathered(model):
-            assert same(list(model.state_dict(keep_vars=True).values()), before)
+            assert equal(list(model.state_dict(keep_vars=True).values()), before)
             with pytest.raises(ParameterError, match="two versions"):
                 this.loss(model, this.batches[3])
-            assert same([p.detach() for p in model.parameters()], before)
+            assert equal([p.detach() for p in model.parameters()], before)
             infinity.flush(adam)  # what is shown is the newest: it may be published
             this.loss(model, this.batches[3]).backward()
-            assert same([p.detach() for p in model.parameters()], before)
+            assert equal([p.detach() for p in model.parameters()], before)
         adam.step()
         adam.zero_grad()
         weight = model.head.weight

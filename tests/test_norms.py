@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 
-from .offloaded import config_for
+from .offloaded import config_for, wrap_adamw
 from .small_models import HeadModel, Losses, built, tokens, values, wrapped
 from .test_doors import assert_close
 
@@ -31,23 +31,13 @@ class Net(nn.Module):
         return sum((((p * w.to(p.dtype)).float().sum()) for p, w in pairs), torch.zeros(()))
 
 
-def build() -> tuple[Any, torch.optim.AdamW]:
-    torch.manual_seed(0)
-    model = Net()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def draw(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(s, generator=generator).to(dtype) for _ in range(2) for s in SHAPES]
-
-
 @pytest.mark.parametrize("place", ["device", "host", "nvme"])
 def test_a_norm_is_that_of_doubles(place: str, tmp_path: Path) -> None:
     """Within 1e-12, whatever the factors; of the parameters that have a gradient, and a group."""
     where = {"parameters": "host", "optimizer_state": "host", "gradients": place}
-    model, optimizer = infinity.wrap(*build(), config_for(tmp_path, device_memory="32MiB", **where))
-    weights = draw(3)
+    model, optimizer = wrap_adamw(Net(), config_for(tmp_path, device_memory="32MiB", **where))
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(shape, generator=generator) for _ in range(2) for shape in SHAPES]
     model(weights).backward()
     params = list(model.parameters())
     factors = [1.0 + i / 7 for i in range(len(params))]

@@ -22,7 +22,7 @@ from infinity.core.errors import (
     TransferError,
 )
 from infinity.hardware.aio import DirectFile, crc32c
-from infinity.storage.store import Part, Store
+from infinity.storage.store import Part, Store, Version
 
 from .forked import run_forked
 from .shortage import Shortage
@@ -195,6 +195,30 @@ def test_a_read_begins_after_the_write_before_it_and_a_write_after_the_reads(tmp
         assert set(a.tensor()[: 2 * PAGE].tolist()) == {3}
         other.wait(20)
         store.wait_written()
+
+
+def test_what_is_done_with_the_back_does_not_wait_for_the_front(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    pool, chunk = pool_of(6), {"copy": Part((2 * PAGE,), (NVME, NVME))}
+    with Store([chunk], directories=[str(tmp_path / "drive")], pool=pool) as store:
+        a, b, c, d = (fill(pool.lease("a", ROOM), v) for v in (1, 2, 3, 4))
+        store.write(0, "copy", a).wait()
+        store._rings[0].hold(True)
+        read = store.read(0, "copy", b)
+        write = store.write(0, "copy", c, version=Version.BACK)
+        over = store.write(0, "copy", d, version=Version.FRONT)
+        assert [t.ticket is not None for t in (read, write, over)] == [True, True, False]
+        assert over.waits_for == {read}
+        store.versions.flip(0, "copy")  # what is under way stays where it is
+        newer = store.read(0, "copy", a)
+        assert newer.waits_for == {write}
+        store._rings[0].hold(False)
+        store.wait_written()
+        for transfer, lease, value in ((read, b, 1), (newer, a, 3)):
+            transfer.wait(20)
+            assert set(lease.tensor()[: 2 * PAGE].tolist()) == {value}
+        assert bytes_of(store, 0, "copy", 0) == b"\4" * 2 * PAGE
+        assert bytes_of(store, 0, "copy", 1) == b"\3" * 2 * PAGE
 
 
 def test_an_interrupt_in_the_middle_of_a_call_does_not_hang_the_next(
