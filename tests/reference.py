@@ -85,7 +85,6 @@ def train_torch(
     named = dict(model.named_parameters())
     run.params = {n: p.detach().clone() for n, p in named.items()}
     run.buffers = {n: b.clone() for n, b in model.named_buffers()}
-    _moments(run, named, adam)
     return run
 
 
@@ -96,11 +95,9 @@ def train_master(
     steps: int = 30,
     accumulate: int = 1,
     max_grad_norm: float | None = None,
-    loss_scale: float = 65536.0,
-    loss_scale_window: int = 2000,
-    **options: Any,
 ) -> Run:
-    """fp32 masters, forward and backward in bf16 or fp16, gradients summed in fp32."""
+    """fp32 masters, forward and backward in bf16 or fp16, gradients summed in fp32. Return losses, norms,
+    loss scales and the first gradients."""
     model, run = case.model, Run()
     keep = {
         p for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) for p in m.parameters()
@@ -109,13 +106,11 @@ def train_master(
     named = dict(model.named_parameters())
     for param in named.values():
         param.data = param.data.to(torch.float32 if param in keep else dtype)
-    hooks = [
-        model.register_forward_pre_hook(
-            lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
-        ),
-    ]
-    adam = torch.optim.AdamW(masters.values(), **{"lr": 1e-3, "foreach": False, **options})
-    scale, good = (loss_scale if dtype is torch.float16 else 1.0), 0
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
+    )
+    adam = torch.optim.AdamW(masters.values(), lr=1e-3, foreach=False)
+    scale = 65536.0 if dtype is torch.float16 else 1.0
     for step in range(steps):
         total, sums = 0.0, dict.fromkeys(named, None)  # type: tuple[float, dict[str, Any]]
         for batch in batches_of(case, step, accumulate):
@@ -134,7 +129,7 @@ def train_master(
         run.norms.append(norm)
         run.scales.append(scale)
         if not math.isfinite(norm) and dtype is torch.float16:
-            scale, good = scale / 2, 0
+            scale /= 2
             continue
         factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
         for n, master in masters.items():
@@ -142,15 +137,6 @@ def train_master(
         adam.step()
         for n, p in named.items():
             p.data.copy_(masters[n])  # rounds to nearest even
-        good += 1
-        if dtype is torch.float16 and good == loss_scale_window:
-            scale, good = scale * 2, 0
-    for hook in hooks:
-        hook.remove()
-    run.params = {n: m.detach().clone() for n, m in masters.items()}
-    run.copies = {n: p.detach().clone() for n, p in named.items()}
-    run.buffers = {n: b.clone() for n, b in model.named_buffers()}
-    _moments(run, masters, adam)
     return run
 
 
@@ -164,14 +150,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(cast(v, dtype) for v in value)
     return value
-
-
-def _moments(run: Run, params: Mapping[str, torch.Tensor], adam: torch.optim.Optimizer) -> None:
-    for name, param in params.items():
-        state = adam.state.get(param)
-        if state:
-            run.exp_avg[name] = state["exp_avg"].clone()
-            run.exp_avg_sq[name] = state["exp_avg_sq"].clone()
 
 
 def beyond(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], rtol: float = 1e-5) -> int:

@@ -116,8 +116,6 @@ def offload(
         f.mkdir(parents=True)
     settings |= {"nvme": folders, "max_grad_norm": training.get("clip")}
     settings["dtype"] = training.get("dtype", "fp32")
-    if "window" in training:
-        settings["loss_scale_window"] = training["window"]
     run = case(name, **training.get("model", {}))
     for tier in ("host_memory", "device_memory"):
         if settings.get(tier) == "least":
@@ -167,9 +165,7 @@ def compare_with_torch(kind: str, training: dict[str, Any], run: Run) -> None:
     given["max_grad_norm"] = training.get("clip")
     if dtype != "fp32":
         precise = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-        wanted = train_master(
-            case(kind, **model), dtype=precise, loss_scale_window=training.get("window", 2000), **given
-        )
+        wanted = train_master(case(kind, **model), dtype=precise, **given)
         assert run.scales == wanted.scales
         # One rounding of a bf16 copy that falls the other way moves everything after it a little.
         torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(wanted.losses), rtol=2e-2, atol=0)

@@ -60,10 +60,6 @@ def run(n: int, out: torch.dtype, isa: str | None, shift: int = 0) -> list[torch
     return [*tensors, copy]
 
 
-def all_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return all(same(a, b) for a, b in zip(found, wanted, strict=True))
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("what", CHECKS)
 def test_every_instruction_set_gives_the_bits_of_plain_torch(what: str, isa: str) -> None:
@@ -81,7 +77,7 @@ def test_large_calls_that_write_past_the_caches_give_the_same_bits(out: torch.dt
             cpu_adam.set_threads(threads)
             assert cpu_adam.threads() == threads
             found = run(n, out, isa, shift)
-            assert all_same(found, expected), (isa, shift)
+            assert all(map(same, found, expected)), (isa, shift)
 
 
 def by_torch(parts: list[torch.Tensor], grad: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:

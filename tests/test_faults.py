@@ -128,9 +128,6 @@ def test_a_fault_at_every_operation_ends_with_the_same_bits_or_a_typed_error() -
     check_campaign(run_campaign(0, timeout=3500), 2000)
 
 
-# ------------------------------------------------------------------------------- a training run
-
-
 @pytest.fixture(scope="module")
 def undisturbed() -> list[float]:
     folder = Path(tempfile.mkdtemp(prefix="infinity-test-"))
