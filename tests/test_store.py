@@ -26,7 +26,7 @@ from infinity.core.errors import (
 from infinity.hardware.aio import DirectFile, Ticket, crc32c
 from infinity.storage.store import Part, Store
 
-from .forked import run_forked
+from .command_line import python
 from .shortage import Shortage
 from .small_store import (
     CHUNK,
@@ -437,4 +437,5 @@ print("done", flush=True)
 )
 def test_touching_a_lease_under_way_is_a_fault_in_test_mode(tmp_path: Path, call: str, backend: str) -> None:
     need_backend(backend, tmp_path)
-    assert run_forked(_TOUCH, str(tmp_path), call, backend) == (-signal.SIGSEGV, "ready\n")
+    done = python("-c", _TOUCH, str(tmp_path), call, backend)
+    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "ready\n")
