@@ -45,6 +45,8 @@ _AT_THE_START = (
     "PYTHON",
     "TORCH",
 )
+#: But not these: `_become` sees to the first, and conftest.py and torch's compiler set the others in tests.
+_OTHERWISE = {"OMP_NUM_THREADS", "INFINITY_INSIDE_OF_A_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 #: Tests change the environment; the server has that of the beginning.
 _ENVIRONMENT = dict(os.environ)
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -135,7 +137,7 @@ def _parsed(args: Any) -> dict[str, Any] | None:
 
 
 def _is_of_the_server(environment: Mapping[str, str]) -> bool:
-    names = {*_ENVIRONMENT, *environment} - {"OMP_NUM_THREADS", "INFINITY_INSIDE_OF_A_TEST"}
+    names = {*_ENVIRONMENT, *environment} - _OTHERWISE
     differ = {name for name in names if _ENVIRONMENT.get(name) != environment.get(name)}
     return not any(name.startswith(_AT_THE_START) for name in differ)
 

@@ -219,7 +219,7 @@ class User:
         for state, name in zip(states["state"].values(), steps, strict=any(steps.values())):
             self.check(int(state["step"]) == steps[name], "another step in the state dict")
             for kind, wanted in plain.masters.wide(name).items():
-                self.check(torch.equal(state[kind].flatten(), wanted), f"another {kind}")  # type: ignore[arg-type]
+                self.check(torch.equal(state[kind].flatten(), wanted), f"another {kind}")
         self.saved = (weights, states, plain.masters.saved(), plain.steps)
 
     def load(self) -> None:
@@ -480,7 +480,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     (seed, kind, at, where), folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     (folder / "nvme").mkdir()
-    outcome = child(seed, kind, at, tuple(where) if where else None, folder / "nvme")  # type: ignore[arg-type]
+    outcome = child(seed, kind, at, tuple(where) if where else None, folder / "nvme")
     (folder / "outcome.json").write_text(json.dumps(outcome))
     os._exit(0)
 

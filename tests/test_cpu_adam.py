@@ -451,7 +451,8 @@ def test_threads_follow_affinity_and_local_world_size() -> None:
     cores = len(os.sched_getaffinity(0))
     one = f"os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); "
     for code, ranks, wanted in (("", 1, cores), ("", 2, max(1, cores // 2)), ("", 1000, 1), (one, 1, 1)):
-        done = python("-c", f"{load}{code}print(m.threads())", env={"LOCAL_WORLD_SIZE": str(ranks)})
+        env = {"LOCAL_WORLD_SIZE": str(ranks)}
+        done = python("-c", f"{load}{code}print(m.threads())", env=env, cold=True)
         assert int(done.stdout) == wanted, (code, ranks)
     with pytest.raises(ConfigError):
         cpu_adam.set_threads(0)

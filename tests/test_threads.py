@@ -91,22 +91,6 @@ def test_a_thread_beside_the_one_that_trains(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[n], v) for n, v in trained_alone(place).items())
 
 
-def test_two_threads_evaluate_one_model(tmp_path: Path) -> None:
-    this = case("gpt")
-    model, optimizer = wrap_adamw(this.model, config_for(tmp_path))
-    with torch.no_grad():
-        wanted = [this.loss(model, batch).item() for batch in this.batches]
-    found: dict[int, list[float]] = {}
-
-    def work(number: int) -> None:
-        with torch.no_grad():
-            found[number] = [this.loss(model, batch).item() for batch in this.batches]
-
-    run_threads(functools.partial(work, n) for n in range(4))
-    assert found == dict.fromkeys(range(4), wanted)
-    infinity.close(optimizer)
-
-
 def run_threads(calls: Iterable[Callable[[], None]]) -> None:
     """Make each call on a thread of its own, and raise what one of them raised."""
     pool = ThreadPoolExecutor()

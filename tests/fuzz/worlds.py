@@ -20,6 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import infinity
+from infinity.core.errors import BudgetError, StateDictError
+from infinity.optim.lion import Lion
+
+from .. import inner
 from ..masters import DTYPES, Masters
 from ..reference import cast
 from .build import Json, Root, build
@@ -42,8 +47,6 @@ def patterns_of(model: nn.Module, config: Json) -> list[str]:
 
 
 def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
-    from infinity.optim.lion import Lion
-
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "AdamW": partial(torch.optim.AdamW, foreach=False),
         "Adam": partial(torch.optim.Adam, foreach=False),
@@ -287,8 +290,6 @@ class PlainWorld(World):
     @torch.no_grad()
     def load_model(self, saved: Json) -> None:
         """Raises what an engine does that would drop the older values that its optimizer has just loaded."""
-        from infinity.core.errors import StateDictError
-
         if self.resumed and self.late:
             raise StateDictError("the model comes before its optimizer, with delayed updates")
         self._publish()
@@ -344,8 +345,6 @@ class OffloadedWorld(World):
 
     def start(self, config: Json, seed: int) -> None:
         """Begin anew with another model and engine."""
-        import infinity
-
         self.config = config
         settings = self.settings(config, seed)
         if config["init"]:
@@ -358,8 +357,6 @@ class OffloadedWorld(World):
 
     def settings(self, config: Json, seed: int) -> Any:
         """Return a Config, with the least budgets where these are asked for."""
-        from .. import inner
-
         folder = self.folder / str(self.count)
         folder.mkdir()
         self.count += 1
@@ -397,11 +394,6 @@ class OffloadedWorld(World):
 
     def least(self, given: Json, budgets: Json, name: str, seed: int) -> int:
         """Return the least budget that is not refused: the one that the refusal of 1 byte names."""
-        import infinity
-        from infinity.core.errors import BudgetError
-
-        from .. import inner
-
         model = build(self.tree, seed)
         optimizer = make_optimizer(model, self.config)
         try:
@@ -417,8 +409,6 @@ class OffloadedWorld(World):
         return self.optimizer.scale(loss)
 
     def gradient(self, p: Any) -> torch.Tensor | None:
-        import infinity
-
         return infinity.gradient(p)
 
     def take_grads(self, params: Iterable[Any]) -> dict[Any, Any]:
@@ -448,8 +438,6 @@ class OffloadedWorld(World):
         return self.optimizer.step(closure)
 
     def flush(self) -> None:
-        import infinity
-
         infinity.flush(self.model)
 
     def info(self) -> dict[str, float]:
@@ -472,8 +460,6 @@ class OffloadedWorld(World):
     # -- values
 
     def newest(self, p: Any) -> torch.Tensor:
-        import infinity
-
         with infinity.gathered(p):
             return p.detach().clone()  # type: ignore[no-any-return]
 
@@ -481,15 +467,11 @@ class OffloadedWorld(World):
         return []
 
     def gathered(self, params: Any, write: bool = False) -> Any:
-        import infinity
-
         return infinity.gathered(params, write=write)
 
     # -- state dicts
 
     def save_model(self) -> Json:
-        from infinity.core.errors import BudgetError
-
         try:
             return {k: v.clone() for k, v in self.model.state_dict().items()}
         except BudgetError:  # the least host memory holds no state dict
@@ -513,8 +495,6 @@ class OffloadedWorld(World):
         return {k: state.get(k) for k in ("master", *self.optimizer.rule.moments)}
 
     def close(self) -> None:
-        import infinity
-
         if self.config["ending"] == "close":
             infinity.close(self.model)
         else:
