@@ -3,8 +3,9 @@
 Importing torch and the engine costs a process seconds of a core. So one server without threads imports them
 once for all tests of a worker. `Child` is a `subprocess.Popen`: a command line of this interpreter whose
 environment changes nothing that a process reads at its start becomes a fork of the server, and any other a
-process as usual. A fork is a whole interpreter all the same: its uncaught exception goes through
-`sys.excepthook`, and it ends by the interpreter's own exit.
+process as usual. The ranks of `ranks.py` are forks of it whatever their environment. A fork is a whole
+interpreter all the same: its uncaught exception goes through `sys.excepthook`, and it ends by the
+interpreter's own exit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -20,13 +22,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_ROOT = str(Path(__file__).parents[1])
+ROOT = str(Path(__file__).parents[1])
 #: Libraries read these as they are loaded, and the interpreter as it starts.
 _AT_THE_START = (
     "ATEN_",
@@ -42,15 +45,33 @@ _AT_THE_START = (
     "PYTHON",
     "TORCH",
 )
+#: But not these: `_become` sees to the first, and conftest.py and torch's compiler set the others in tests.
+_OTHERWISE = {"OMP_NUM_THREADS", "INFINITY_INSIDE_OF_A_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 #: Tests change the environment; the server has that of the beginning.
 _ENVIRONMENT = dict(os.environ)
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 class Child(subprocess.Popen[Any]):
-    """A process as of `subprocess.Popen`. `cold=True` begins a new interpreter whatever the command line."""
+    """A process as of `subprocess.Popen`.
 
-    def __init__(self, args: list[str], *, cold: bool = False, **more: Any) -> None:
+    Args:
+        cold: begin a new interpreter, whatever the command line.
+        imports: modules that the server has imported from now on.
+        rank: makes the process a fork of the server in any environment. It says what `_serve` and `_do` know
+            of ranks.
+    """
+
+    def __init__(
+        self,
+        args: list[str],
+        *,
+        cold: bool = False,
+        imports: Sequence[str] = (),
+        rank: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self._of_server = {"imports": list(imports), "rank": rank}
         self._cold = cold or bool(set(more) & {"preexec_fn", "executable", "shell", "umask", "user", "group"})
         self._new_session = bool(more.get("start_new_session"))
         super().__init__(args, **more)
@@ -60,7 +81,7 @@ class Child(subprocess.Popen[Any]):
         cwd, env = rest[4], rest[5]
         parsed = None if self._cold else _parsed(args)
         environment = dict(os.environ if env is None else env)
-        if parsed is None or not _is_of_the_server(environment):
+        if parsed is None or (self._of_server["rank"] is None and not _is_of_the_server(environment)):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[9:15]
@@ -68,6 +89,7 @@ class Child(subprocess.Popen[Any]):
         fds.append(2 if errwrite == -1 else errwrite)
         request = {
             **parsed,
+            **self._of_server,
             "cwd": os.fspath(cwd or os.getcwd()),
             "environment": environment,
             "session": self._new_session,
@@ -115,7 +137,7 @@ def _parsed(args: Any) -> dict[str, Any] | None:
 
 
 def _is_of_the_server(environment: Mapping[str, str]) -> bool:
-    names = {*_ENVIRONMENT, *environment} - {"OMP_NUM_THREADS"}
+    names = {*_ENVIRONMENT, *environment} - _OTHERWISE
     differ = {name for name in names if _ENVIRONMENT.get(name) != environment.get(name)}
     return not any(name.startswith(_AT_THE_START) for name in differ)
 
@@ -124,31 +146,31 @@ class _Server:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            path = os.pathsep.join(filter(None, [_ROOT, _ENVIRONMENT.get("PYTHONPATH")]))
+            path = os.pathsep.join(filter(None, [ROOT, _ENVIRONMENT.get("PYTHONPATH")]))
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**_ENVIRONMENT, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
             )
-        self._socket = ours
+        self._socket, self._turn = ours, threading.Lock()
         atexit.register(self._end)
 
     def fork(self, request: dict[str, Any], fds: list[int]) -> int:
         """Return the process number of a fork that does `request`. It becomes a child of this process: the
         kernel gives what loses its parent to the nearest ancestor that asks for it, prctl(2)."""
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        try:
-            message = json.dumps(request).encode()
-            file = os.memfd_create("request")  # a packet is too small for some scripts
+        with (
+            self._turn,
+            os.fdopen(os.memfd_create("request"), "wb") as file,
+        ):  # a packet is too small for some
+            file.write(json.dumps(request).encode())
+            file.flush()
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
-                os.write(file, message)
-                socket.send_fds(self._socket, [b"fork"], [*fds, file])
+                socket.send_fds(self._socket, [b"fork"], [*fds, file.fileno()])
+                answer = self._socket.recv(64)
             finally:
-                os.close(file)
-            answer = self._socket.recv(64)
-        finally:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+                _prctl(_PR_SET_CHILD_SUBREAPER, 0)
         if not answer:
             raise RuntimeError("the process that forks children has ended")
         return int(answer)
@@ -175,17 +197,20 @@ def _prctl(option: int, value: int) -> None:
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Fork for each request. Return the request and its three files in the fork, None at the end."""
-    import torch  # noqa: F401
-
-    import infinity.cli.main  # noqa: F401
-
-    gc.collect()
-    gc.freeze()  # or the collector of each child would copy every page
+    _prepare()
     while True:
         said, fds, _, _ = socket.recv_fds(connection, 16, 4)
         if not said:
             return None
         *files, file = fds
+        with os.fdopen(file, "rb") as wanted:
+            wanted.seek(0)
+            request = json.load(wanted)
+        for name in request["imports"]:
+            importlib.import_module(name)
+        if (rank := request["rank"]) and rank["lagging"]:  # torch is told of that device once
+            importlib.import_module("tests.lagging.cuda").make_known()
+        gc.freeze()  # or the collector of each child would copy every page
         reading, writing = os.pipe()
         middle = os.fork()
         if middle == 0:
@@ -195,15 +220,29 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
                 os._exit(0)
             for fd in (reading, writing, connection.detach()):
                 os.close(fd)
-            with os.fdopen(file, "rb") as request:
-                request.seek(0)
-                return json.loads(request.read()), files
+            return request, files
         os.close(writing)
         os.waitpid(middle, 0)  # from now on the fork is the child of the test
         with os.fdopen(reading, "rb") as answer:
             connection.send(answer.read())
-        for fd in fds:
+        for fd in files:
             os.close(fd)
+
+
+def _prepare() -> None:
+    """Import what children use, and start no thread."""
+    import torch.distributed
+    from torch import nn
+
+    import infinity
+    import infinity.cli.main
+    from infinity.hardware import comm  # noqa: F401
+    from tests import inner  # noqa: F401
+
+    for name in infinity.__all__:  # their modules are imported when they are first used
+        getattr(infinity, name)
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # the first optimizer imports torch's compiler
+    gc.collect()
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
@@ -240,6 +279,18 @@ def _do(request: dict[str, Any]) -> None:
     if request["kind"] == "-m":
         sys.path[0] = os.getcwd()
         runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    if request["rank"]:
+        code = compile(what, "<rank>", "exec")
+        names = {"__name__": "__main__"}
+        if request["rank"]["device"] == "cpu":
+            exec(code, names)
+            return
+        from tests.lagging.lane import devices
+
+        with devices(request["rank"]["device"]):
+            exec(code, names)
+            names.clear()  # what the script leaves closes on its device
         return
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main

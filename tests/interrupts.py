@@ -1,16 +1,14 @@
 """A training loop that is interrupted once, somewhere, and goes on as a user would.
 
 CPython runs Python's signal handlers on the main thread where a function begins, at backward jumps and
-when a call returns. `python -m tests.interrupts` raises an exception at one such point in the engine's
-files (or sends a signal at some moment), each time in a child forked from a parent that has imported
-torch and run nothing. What comes after is compared with a plain model bit for bit. Every outcome is
-right values, a typed error, or a failure: wrong values, another error, something lost, a hang.
+when a call returns. `run` raises an exception at one such point in the engine's files (or sends a signal at
+some moment), each time in a child that has run nothing before. What comes after is compared with a plain
+model bit for bit. Every outcome is right values, a typed error, or a failure: wrong values, another error,
+something lost, a hang.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import copy
 import dis
@@ -24,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -37,8 +35,8 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import InfinityError
 
-from . import inner
-from .reference import adamw_reference
+from . import children, inner
+from .masters import Masters
 
 PACKAGE = os.path.dirname(infinity.__file__)
 STANDARD = tuple(os.path.dirname(os.__file__) + f"/{n}.py" for n in ("threading", "contextlib", "weakref"))
@@ -96,16 +94,17 @@ class Plain:
     """θ_t = Adam(θ_{t−1}, ∇L_t(θ_{t−1})), or of θ_{t−2} where updates are delayed."""
 
     def __init__(self, net: nn.Module, delayed: bool) -> None:
-        self.net = net
-        self.delayed = delayed
-        self.newest = [p.detach().clone() for p in net.parameters()]
-        self.front = [p.detach().clone() for p in net.parameters()]
-        self.moments = [(torch.zeros(p.numel()), torch.zeros(p.numel())) for p in net.parameters()]
-        self.updates = self.steps = 0
+        self.net, self.delayed, self.steps = net, delayed, 0
+        self.masters = Masters(net, torch.optim.AdamW(net.parameters(), lr=1e-2), torch.float32)
+        self.flush()
 
-    def show(self, values: list[torch.Tensor]) -> nn.Module:
-        for param, value in zip(self.net.parameters(), values, strict=True):
-            param.data = value.clone()
+    @property
+    def newest(self) -> dict[str, torch.Tensor]:
+        return self.masters.values
+
+    def show(self, values: dict[str, torch.Tensor]) -> nn.Module:
+        for name, param in self.masters.params.items():
+            param.data = values[name].clone()
         return self.net
 
     def norm(self) -> float:
@@ -113,17 +112,14 @@ class Plain:
 
     def step(self, scale: float) -> None:
         """Make a step with the gradients that are there, times `scale`."""
-        before = [n.clone() for n in self.newest]
-        self.updates += 1
-        options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-        for value, moments, param in zip(self.newest, self.moments, self.net.parameters(), strict=True):
-            grad = param.grad.reshape(-1)  # type: ignore[union-attr]
-            adamw_reference(value.view(-1), *moments, grad, step=self.updates, grad_scale=scale, **options)
-        self.front = before if self.delayed else [n.clone() for n in self.newest]
+        before = copy.deepcopy(self.newest)
+        for name, param in self.masters.params.items():
+            self.masters.update(name, param.grad, scale)  # type: ignore[arg-type]
+        self.front = before if self.delayed else copy.deepcopy(self.newest)
         self.steps += 1
 
     def flush(self) -> None:
-        self.front = [n.clone() for n in self.newest]
+        self.front = copy.deepcopy(self.newest)
 
 
 class User:
@@ -210,40 +206,37 @@ class User:
 
     def look(self) -> None:
         with infinity.gathered(self.model):
-            for param, wanted in zip(self.model.parameters(), self.plain.newest, strict=True):
+            for param, wanted in zip(self.model.parameters(), self.plain.newest.values(), strict=True):
                 self.check(torch.equal(param, wanted), "another value in gathered")
 
     def save(self) -> None:
         plain = self.plain
         weights = {n: v.clone() for n, v in self.model.state_dict().items()}
         states = self.adam.state_dict()
-        for (name, _), wanted in zip(self.model.named_parameters(), plain.newest, strict=True):
+        for name, wanted in plain.newest.items():
             self.check(torch.equal(weights[name], wanted), f"another {name} in the state dict")
-        for state, moments in zip(states["state"].values(), plain.moments, strict=plain.updates > 0):
-            self.check(int(state["step"]) == plain.updates, "another step in the state dict")
-            self.check(torch.equal(state["exp_avg"].flatten(), moments[0]), "another exp_avg")
-            self.check(torch.equal(state["exp_avg_sq"].flatten(), moments[1]), "another exp_avg_sq")
-        moments = [(a.clone(), b.clone()) for a, b in plain.moments]
-        values = [v.clone() for v in plain.newest]
-        self.saved = (weights, states, values, moments, plain.updates, plain.steps)
+        steps = plain.masters.steps
+        for state, name in zip(states["state"].values(), steps, strict=any(steps.values())):
+            self.check(int(state["step"]) == steps[name], "another step in the state dict")
+            for kind, wanted in plain.masters.wide(name).items():
+                self.check(torch.equal(state[kind].flatten(), wanted), f"another {kind}")
+        self.saved = (weights, states, plain.masters.saved(), plain.steps)
 
     def load(self) -> None:
         if self.saved is None:
             return
-        weights, states, values, moments, updates, steps = self.saved
+        weights, states, masters, steps = self.saved
         self.model.load_state_dict(weights)
         self.adam.load_state_dict(states)
-        self.plain.newest = [v.clone() for v in values]
-        self.plain.moments = [(a.clone(), b.clone()) for a, b in moments]
-        self.plain.updates, self.plain.steps = updates, steps  # both go with the state dict
+        self.plain.masters.restore(masters)
+        self.plain.steps = steps  # goes with the state dict
         self.plain.flush()
 
     def edit(self) -> None:
         """Set one parameter. Doing it again does no harm."""
         with infinity.gathered(self.model.layers[1].weight, write=True), torch.no_grad():
             self.model.layers[1].weight.fill_(0.25)
-        index = [n for n, _ in self.model.named_parameters()].index("layers.1.weight")
-        self.plain.newest[index].fill_(0.25)
+        self.plain.newest["layers.1.weight"].fill_(0.25)
         self.plain.flush()
 
     def flush(self) -> None:
@@ -446,27 +439,18 @@ def child(seed: int, kind: str, at: int, where: Point | None, folder: Path) -> d
     return outcome
 
 
-def forked(call: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `call` returns in a child of its own, or how the child ended."""
-    with tempfile.TemporaryDirectory(prefix="infinity-interrupts-") as name:
-        folder = Path(name)
-        out, log = folder / "outcome.json", folder / "log"
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            stream = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
-            os.dup2(stream, 1)
-            os.dup2(stream, 2)
-            faulthandler.enable()
-            faulthandler.dump_traceback_later(LIMIT, exit=True)
-            (folder / "nvme").mkdir()
-            out.write_text(json.dumps(call(folder / "nvme")))
-            os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        result: dict[str, Any] = {"result": "failed", "fired": "", "error": f"a hang or a crash ({status=})"}
-        if out.exists():
-            result = json.loads(out.read_text())
-        return {**result, "log": log.read_text()[-6000:]}
+def in_child(seed: int, kind: str, at: int, where: Point | None) -> dict[str, Any]:
+    """Return what `child` returns in a process of its own, or how that ended."""
+    given = json.dumps([seed, kind, at, where])
+    with tempfile.TemporaryDirectory(prefix="infinity-interrupts-") as folder:
+        done = children.run(
+            [sys.executable, "-m", "tests.interrupts", given, folder],
+            **{"timeout": LIMIT + 10, "cwd": children.ROOT, "text": True, "imports": ["tests.masters"]},
+        )
+        out = Path(folder, "outcome.json")
+        result: dict[str, Any] = {"result": "failed", "error": f"a hang or a crash ({done.returncode})"}
+        result = json.loads(out.read_text()) if out.exists() else {**result, "fired": ""}
+    return {**result, "log": (done.stdout + done.stderr)[-6000:]}
 
 
 #: Runs that nothing interrupted, by kind and placement: where points are, and how long it takes.
@@ -478,7 +462,7 @@ def run(seed: int, kind: str) -> dict[str, Any]:
     rng = random.Random(f"{kind} {seed}")
     key = kind, seed % (3 * len(PLACEMENTS))
     if key not in _whole:
-        _whole[key] = forked(lambda folder: child(seed, kind, 0, None, folder))
+        _whole[key] = in_child(seed, kind, 0, None)
     whole = result = _whole[key]
     while not result["fired"] and result["result"] == "right":
         if kind == "signal":
@@ -486,22 +470,19 @@ def run(seed: int, kind: str) -> dict[str, Any]:
         else:  # places that are passed seldom get their turn, too
             where = rng.choice(sorted({tuple(p) for p in whole["seen"]}))
             at = rng.randint(1, whole["seen"].count(list(where)))
-        result = forked(lambda folder, at=at, where=where: child(seed, kind, at, where, folder))  # type: ignore[misc]
+        result = in_child(seed, kind, at, where)
     return {"seed": seed, "kind": kind, **result, "seen": ()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", choices=("traced", "signal"), default="traced")
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    torch.optim.AdamW([torch.ones(1)])  # imports torch's compiler: once, not in each child
-    seeds = range(options.first, options.first + options.count)
-    outcomes = [run(seed, options.kind) for seed in seeds]
-    options.out.write_text(json.dumps(outcomes))
-    sys.stdout.write(f"{collections.Counter(o['result'] for o in outcomes)}\n")
+    """Run `child` as `in_child` asks."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    (seed, kind, at, where), folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    (folder / "nvme").mkdir()
+    outcome = child(seed, kind, at, tuple(where) if where else None, folder / "nvme")
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import infinity
 from infinity.core.errors import InfinityError
 
 from .adapters import Net
+from .whole import ALL_OPTIMIZERS
 
 STEPS = 10
 #: A directory of each process.
@@ -38,7 +39,9 @@ def made(config: dict[str, Any], frozen: bool = False) -> tuple[Net, Any]:
         model.first.requires_grad_(False)
         model.layers.requires_grad_(False)
     params = [p for p in model.parameters() if p.requires_grad]
-    return infinity.wrap(model, torch.optim.AdamW(params, lr=1e-3), infinity.Config(**config))
+    optimizer = ALL_OPTIMIZERS[config.get("optimizer", "adamw")](params)
+    settings = {name: value for name, value in config.items() if name != "optimizer"}
+    return infinity.wrap(model, optimizer, infinity.Config(**settings))
 
 
 def step(model: Net, adam: Any, rank: int = 0, world: int = 1) -> float:

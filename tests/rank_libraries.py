@@ -1,7 +1,6 @@
-"""What each rank runs in test_rank_libraries.py: ten steps of a library, with the engine or with torch's
+"""What each rank runs in test_rank_libraries.py: a Trainer, with the engine or with torch's
 DistributedDataParallel.
 
-    rank_libraries.main()      sys.argv: a folder, "engine" or "torch"; accelerate
     rank_libraries.generates() sys.argv: a folder; a Seq2SeqTrainer that generates texts
     rank_libraries.stopped()   sys.argv: a folder; or this and "resume"; a signal comes to one rank
     rank_libraries.unaware()   sys.argv: a folder; a Trainer that takes a rank for the only one
@@ -23,24 +22,7 @@ import torch
 import infinity
 from infinity.core.errors import ConfigError
 
-from .test_ecosystem import Seen, adamw, arguments, examples, llama, need, schedule, watch
-
-
-def accelerate(model: Any, optimizer: Any, seen: Seen) -> Any:
-    accelerator = need("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loader = torch.utils.data.DataLoader(examples(), batch_size=2)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, schedule(optimizer))
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                seen.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            seen.losses.append(accelerator.gather(loss.detach()).mean().item())
-    return model
+from .test_ecosystem import Seen, arguments, examples, llama, need, watch
 
 
 def offloads() -> None:
@@ -165,25 +147,3 @@ def _Keep(path: Path, transformers: Any) -> Any:
                 shutil.copytree(path, path.parent / "kept")
 
     return Keep()
-
-
-def main() -> None:
-    """Train; leave the state in the folder, and print the losses and norms."""
-    torch.set_num_threads(1)
-    folder, by = Path(sys.argv[1]), sys.argv[2]
-    seen, model = Seen(), llama()
-    optimizer = adamw(model)
-    if by == "engine":
-        config = infinity.Config(
-            **{"nvme": str(folder), "device": "cpu", "dtype": "fp32", "threads": 1, "host_memory": "64MiB"},
-            **{"parameters": "nvme", "optimizer_state": "nvme", "device_memory": "8MiB"},
-        )
-        model, optimizer = infinity.wrap(model, optimizer, config)
-    trained = accelerate(model, optimizer, seen)
-    assert (trained is model) == (by == "engine")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    if torch.distributed.get_rank() == 0:
-        torch.save(state, folder / f"{by}.pt")
-    print(json.dumps([seen.losses, seen.norms]))  # noqa: T201
-    if by == "engine":
-        infinity.close(optimizer)

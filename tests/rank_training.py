@@ -27,8 +27,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,53 +35,15 @@ from torch import nn
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.sizes import MOMENT_BLOCK
-from infinity.hardware import adam_reference, cpu_adam, halves, log_codes, muon
-from infinity.optim.rules import rule_of
-from infinity.planning.parts import SQUARES
 
 from . import inner
+from .masters import DTYPES, Masters
 from .models import VOCABULARY, Case, case
 from .reference import all_parameters, cast, two_groups
 from .whole import ALL_OPTIMIZERS
 
 LR = 1e-3
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Step = dict[str, Any]
-
-
-def halves_of(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the halves of a split master, flat."""
-    copy = torch.empty(master.numel(), dtype=torch.bfloat16)
-    low = torch.empty(master.numel(), dtype=torch.int16)
-    halves.split(master.view(-1), copy, low)
-    return copy, low
-
-
-def copy_of(master: torch.Tensor, is_split: bool) -> torch.Tensor:
-    """Return what the compute parameters are rounded from."""
-    return halves_of(master)[0].view(master.shape) if is_split else master
-
-
-def new_moments(numel: int, count: int, form: str) -> list[torch.Tensor]:
-    """Return `count` moments as the engine keeps them; in 8 bits the codes of all, then the scales of all."""
-    kept = torch.uint8 if form == "8bit" else DTYPES[form]
-    scales = [torch.zeros(-(-numel // MOMENT_BLOCK)) for _ in range(count if form == "8bit" else 0)]
-    return [torch.zeros(numel, dtype=kept) for _ in range(count)] + scales
-
-
-def wide_of(kinds: Sequence[str], moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return moments in fp32."""
-    if moments and moments[0].dtype is torch.uint8:
-        pairs = zip(kinds, moments, moments[len(kinds) :], strict=False)
-        return {kind: log_codes.decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs}
-    return {kind: moment.float() for kind, moment in zip(kinds, moments, strict=True)}
-
-
-def fp32_anyway(model: nn.Module) -> set[Any]:
-    """Return the parameters that the engine leaves in fp32: those of batch norms."""
-    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    return {p for m in norms for p in m.parameters()}
 
 
 def program(settings: dict[str, Any]) -> list[Step]:
@@ -317,15 +278,15 @@ def reference(
 ) -> list[dict[str, Any]]:
     """The same in plain torch; what each rank finds. `norms`: those by which gradients are clipped; `units`:
     the unit of each parameter."""
-    made = built(settings)
-    dtype = DTYPES[settings["config"]["dtype"]]
-    keep = fp32_anyway(made.model)
-    is_split = bool(settings["config"].get("split_master"))
-    masters = {n: p.detach().float().clone() for n, p in made.model.named_parameters()}
-    for param in made.model.parameters():
-        as_kept = copy_of(param.data, is_split) if param.requires_grad and param not in keep else param.data
-        param.data = as_kept.to(torch.float32 if param in keep else dtype)
-    halved = {n for n, p in made.model.named_parameters() if is_split and p.dtype is torch.bfloat16}
+    made, given = built(settings), settings["config"]
+    dtype = DTYPES[given["dtype"]]
+    groups = (two_groups if settings.get("groups") else all_parameters)(made.model)
+    masters = Masters(
+        *(made.model, optimizer_of(settings, groups), dtype),
+        split=bool(given.get("split_master")),
+        form=given.get("optimizer_state_dtype", "fp32"),
+        exact=given.get("optimizer_state_fp32", ()),
+    )
     models = [copy.deepcopy(made.model) for _ in range(world)]
     came: dict[str, list[torch.Tensor]] = {}  # of one rank, in one backward
     for model in models:
@@ -338,54 +299,19 @@ def reference(
 
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(take)
-    groups = (two_groups if settings.get("groups") else all_parameters)(made.model)
-    adam = optimizer_of(settings, groups)
-    rule, asked = rule_of(adam), settings["config"].get("optimizer_state_dtype", "fp32")
-    exact = settings["config"].get("optimizer_state_fp32", ())
-    forms = {n: "fp32" if any(fnmatchcase(n, each) for each in exact) else asked for n in masters}
-    names = {p: n for n, p in made.model.named_parameters()}
-    scalars = {names[p]: g for g in adam.param_groups for p in g["params"] if p.requires_grad}
-    moments: dict[str, list[torch.Tensor]] = {}
-    steps = dict.fromkeys(masters, 0)
     random = []
     for rank in range(world):
         torch.manual_seed(5 + rank)
         random.append(torch.get_rng_state())
     losses: list[list[float]] = [[] for _ in models]
     scale = 65536.0 if dtype is torch.float16 else 1.0
-    declared = settings["config"].get("accumulation")
-    at_once = settings["config"].get("zero_stage", 3) >= 2
+    declared = given.get("accumulation")
+    at_once = given.get("zero_stage", 3) >= 2
     zeros: dict[str, torch.Tensor] = {}  # left by zero_grad(set_to_none=False)
 
     def show(name: str) -> None:
         for model in models:
-            model.get_parameter(name).data.copy_(copy_of(masters[name], name in halved))
-
-    def update(grads: dict[str, torch.Tensor], norm: float) -> None:
-        limit = settings.get("clip")
-        clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        for name, grad in grads.items():
-            group, steps[name] = scalars[name], steps[name] + 1
-            of = rule.of(group)
-            if name not in moments:
-                moments[name] = new_moments(grad.numel(), len(of.moments), forms[name])
-            if of.whole:
-                update_matrix(
-                    *(masters[name], moments[name][0], grad, group),
-                    scale=1.0 / scale * clip,
-                    key=cpu_adam.rounding_key(name, steps[name]),
-                )
-                show(name)
-                continue
-            segment = cpu_adam.Segment(
-                *(0, grad.numel(), 0, cpu_adam.rounding_key(name, steps[name]), steps[name]),
-                *(group["lr"], group["weight_decay"], 1.0 / scale * clip),
-                maximize=bool(group.get("maximize")),
-                options=rule.options(group),
-            )
-            flat = masters[name].view(-1), moments[name], grad.reshape(-1)
-            adam_reference.reference_segments(*flat, None, [segment])
-            show(name)
+            model.get_parameter(name).data.copy_(masters.copy(name))
 
     for number, step in enumerate(program(settings)):
         backwards: list[list[dict[str, list[torch.Tensor]]]] = [[] for _ in models]
@@ -413,7 +339,11 @@ def reference(
         said = norms[number]
         assert math.isclose(norm, said, rel_tol=1e-9) or not math.isfinite(norm), (number, norm, said)
         if math.isfinite(norm):
-            update(grads, said)
+            limit = settings.get("clip")
+            clip = 1.0 if limit is None else min(1.0, limit / (said + 1e-6))
+            for name, grad in grads.items():
+                masters.update(name, grad, 1.0 / scale * clip)
+                show(name)
         else:
             scale /= 2
         for what in step.get("between", []):
@@ -428,56 +358,28 @@ def reference(
             for name, value in values.items():
                 before = models[source].get_parameter(name).detach()
                 after = before * value if isinstance(value, float) else value
-                if name not in halved or values is loads:
-                    masters[name] = torch.where(before != after, after.float(), masters[name])
-                else:  # the lower halves stay
-                    low, flat = halves_of(masters[name])[1], after.reshape(-1)
-                    low[(flat == 0) | ~flat.isfinite()] = 0
-                    masters[name] = halves.join(flat, low, torch.empty(low.numel())).view(after.shape)
+                masters.take(name, after, loaded=values is loads)
                 show(name)
         for name, factor in step.get("masters", {}).items():
             param = models[0].get_parameter(name)
             if param.requires_grad and param.dtype is not torch.float32:
-                masters[name] = masters[name] * factor
+                masters.values[name].mul_(factor)
                 show(name)
-    state = {
-        n: {
-            "step": torch.tensor(float(steps[n])),
-            **{
-                kind: moment.view(masters[n].shape)
-                for kind, moment in wide_of(rule.of(scalars[n]).moments, of_one).items()
-            },
-        }
-        for n, of_one in moments.items()
-    }
+    state = {}
     for name, param in models[0].named_parameters():
+        updated = name in masters.moments
+        if updated or (param.requires_grad and param.dtype is not torch.float32):
+            moments = {
+                kind: torch.zeros(param.shape) if moment is None else moment.view(param.shape)
+                for kind, moment in masters.wide(name).items()
+            }
+            state[name] = {"step": torch.tensor(float(masters.steps[name])), **moments}
         if param.requires_grad and param.dtype is not torch.float32:
-            nothing = {kind: torch.zeros(param.shape) for kind in rule.of(scalars[name]).moments}
-            state.setdefault(name, {"step": torch.tensor(0.0), **nothing})
-            state[name]["master"] = masters[name]
+            state[name]["master"] = masters.values[name]
     return [
         {"losses": mine, "state": state, "values": dict(model.state_dict())}
         for mine, model in zip(losses, models, strict=True)
     ]
-
-
-def update_matrix(
-    master: torch.Tensor,
-    moment: torch.Tensor,
-    grad: torch.Tensor,
-    group: Mapping[str, Any],
-    *,
-    scale: float,
-    key: int,
-) -> None:
-    """Make Muon's update of a whole matrix."""
-    options = muon.Muon(*(group[name] for name in muon.Muon._fields))
-    update = torch.empty(master.numel(), dtype=torch.bfloat16)
-    flat = moment, grad.reshape(-1), update
-    muon.add_to_momentum(*flat, options, grad_scale=scale, first=0, key=key)
-    orthogonal = muon.orthogonalize(update.view(master.shape), options)
-    scalars = {name: float(group[name]) for name in ("lr", "weight_decay")}
-    muon.step_along(master, orthogonal, options, master.shape, **scalars)
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:

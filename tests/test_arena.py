@@ -19,8 +19,7 @@ from infinity.storage import arena as arena_module
 from infinity.storage.arena import Arena
 from infinity.storage.folder import Folder
 
-from .command_line import mounted, small_drive, started, wait_for_line
-from .forked import run_forked
+from .command_line import mounted, python, small_drive, started, wait_for_line
 from .small_store import need_backend
 
 MIB = 1 << 20
@@ -139,11 +138,11 @@ except OSError as error:
 """
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o555)
-        code, said = run_forked(script, place)
+        done = python("-c", script, place)
         os.chmod(place, 0o755)
-    assert code == 0
-    assert said.startswith("DirectoryError")
-    assert "does not let this user write" in said
+    assert done.returncode == 0
+    assert done.stdout.startswith("DirectoryError")
+    assert "does not let this user write" in done.stdout
 
 
 _HOLDER = """

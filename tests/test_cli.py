@@ -68,7 +68,7 @@ def test_help_refusals_and_plans_of_presets_wait_for_no_import(tmp_path: Path) -
         "    assert run(arguments) == code, arguments\n"
         "    assert not {*sys.modules} & {'torch', 'numpy', 'transformers'}, arguments\n"
     )
-    done = python("-c", code, str(tmp_path), json.dumps(WITHOUT_TORCH))
+    done = python("-c", code, str(tmp_path), json.dumps(WITHOUT_TORCH), cold=True)
     assert done.returncode == 0, done.stderr
     for verb, (_, line) in VERBS.items():
         assert verb in done.stdout

@@ -186,7 +186,7 @@ for tier in ("host", "nvme", "device"):
         run(tier, closes)
         run(tier, closes)  # beside what is left of the one before
         before = resident()
-        for _ in range(3):  # a model and its state are 96 MiB
+        for _ in range(2):  # a model and its state are 96 MiB
             run(tier, closes)
         assert resident() - before < 32 << 20, (tier, closes, resident() - before)
 print("over")

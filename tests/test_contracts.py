@@ -1,6 +1,6 @@
 """What holds for every way to train and every placement: results are those of plain torch, a run resumes bit
 for bit, signals save and end it, and a full disk costs no checkpoint. adapters.py has the ways. A resume on
-another number of ranks is in test_rank_checkpoints.py, and that of Muon in test_rank_muon.py.
+another number of ranks is in test_rank_checkpoints.py.
 
 The settings of parity are covering pairs, not a product: each case trains once per variant, and every variant
 must equal the first bit for bit.

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from .command_line import python
 from .fuzz.generate import THEMES, generate
+from .fuzz.run import run_cases
 from .quick import quick
-
-
-def run(*arguments: str, timeout: float = 280) -> str:
-    """Run the fuzzer in a process of its own, which forks before torch has a thread; return what it says."""
-    done = python("-m", "tests.fuzz.run", *arguments, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    return done.stdout
-
-
-def cases_in(output: str) -> int:
-    found = re.search(r"^(\d+) cases in", output, re.MULTILINE)
-    assert found is not None, output
-    return int(found[1])
 
 
 @pytest.mark.parametrize(
     ("first", "end"),
-    quick([(0, 12), (12, 40), *((n, n + 40) for n in range(40, 200, 40))], [(0, 12)]),
+    [
+        *quick([(0, 12), (12, 40), *((n, n + 40) for n in range(40, 200, 40))], [(0, 12)]),
+        *(pytest.param(n, n + 500, marks=pytest.mark.nightly) for n in range(200, 5200, 500)),
+    ],
 )
 def test_random_programs_do_what_torch_does(first: int, end: int) -> None:
-    assert cases_in(run("--seeds", f"{first}:{end}")) == end - first
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("first", range(200, 5200, 500))
-def test_many_random_programs_do_what_torch_does(first: int) -> None:
-    assert cases_in(run("--seeds", f"{first}:{first + 500}", timeout=3000)) == 500
+    results = list(run_cases(map(generate, range(first, end))))
+    assert not [result.line() for result in results if result.failed]
+    assert len(results) == end - first
 
 
 def test_a_case_is_a_function_of_its_seed() -> None:

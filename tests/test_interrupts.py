@@ -9,8 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,11 @@ import torch
 import infinity
 from infinity.optim import update
 
+from . import interrupts
 from .models import case
 from .offloaded import RESIDENT, config_for, wrap_adamw
 
 SEED = int(os.environ.get("INFINITY_INTERRUPT_SEED", "0"))
-
-
-def outcomes_of(folder: Path, kind: str, first: int, count: int, timeout: float) -> list[dict[str, Any]]:
-    """Run interrupted loops in a process of their own, which has no threads; return how each ended."""
-    out = folder / "outcomes.json"
-    command = [sys.executable, "-m", "tests.interrupts", "--kind", kind, "--out", str(out)]
-    command += ["--first", str(1000 * SEED + first), "--count", str(count)]
-    subprocess.run(command, cwd=Path(__file__).parents[1], timeout=timeout, check=True)
-    found: list[dict[str, Any]] = json.loads(out.read_text())
-    return found
 
 
 class Handler(Exception):
@@ -101,21 +90,17 @@ def test_a_step_whose_wait_an_interrupt_ends_is_made_wholly(
     assert all(torch.equal(weights[n], v) for n, v in wanted.items())
 
 
-def check(outcomes: list[dict[str, Any]], count: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        pytest.param("traced", 3, marks=pytest.mark.integration),  # one for each way to update
+        *(pytest.param(kind, n, marks=pytest.mark.nightly) for kind, n in (("traced", 200), ("signal", 30))),
+    ],
+)
+def test_loops_go_on_after_an_exception_at_any_point(kind: str, count: int) -> None:
+    outcomes = [interrupts.run(1000 * SEED + n, kind) for n in range(count)]
     failed = [o for o in outcomes if o["result"] not in ("right", "typed")]
     assert not failed, json.dumps(failed, indent=1)[:8000]
-    assert len(outcomes) == count
     assert all(o["fired"] for o in outcomes)
     # Most interrupts cost nothing; an engine that always refuses to go on is not what is meant.
     assert sum(o["result"] == "typed" for o in outcomes) <= 0.1 * count + 1
-
-
-@pytest.mark.integration
-def test_loops_go_on_after_an_exception_at_any_point(tmp_path: Path) -> None:
-    check(outcomes_of(tmp_path, "traced", 0, 3, 250), 3)  # one for each way to update
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "count"), [("traced", 200), ("signal", 30)])
-def test_many_loops_go_on_after_an_exception_at_any_point(kind: str, count: int, tmp_path: Path) -> None:
-    check(outcomes_of(tmp_path, kind, 0, count, 3500), count)

@@ -1,5 +1,7 @@
-"""Ranks on a device that is late (tests/lagging), over the double of NCCL, against plain torch, bit for bit:
-also the mean of their gradients, which is not NCCL's."""
+"""Ranks on a device that is late (tests/lagging), over the double of NCCL: streams, waits and lost ranks.
+
+Their bits are compared in test_rank_seeds.py and test_ranks.py, with `--device lagging`.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +12,6 @@ from typing import Any
 import pytest
 
 from .ranks import all_well, run_ranks
-
-#: Attention without a kernel of the CPU's own, which the device has not.
-SCRIPT = """
-import sys
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from tests.lagging.nccl import lagging_ranks
-from tests.rank_training import main
-with lagging_ranks(sys.argv[2], int(sys.argv[3])), sdpa_kernel(SDPBackend.MATH):
-    main()
-"""
-#: What is done to one parameter, or two, behind each step of two backwards; all others stay as they are.
-PROGRAM: list[dict[str, Any]] = [
-    {"turns": 2, "edits": {"blocks.0.norm1.weight": 0.5}, "source": 1},
-    {"turns": 2, "loads": {"blocks.1.norm2.bias": -1.0, "head.weight": 0.75}},
-    {"turns": 2, "masters": {"norm.weight": 0.75}},
-    {"turns": 2, "shape": "together", "between": ["evaluate"]},
-]
-PLACES: dict[str, dict[str, Any]] = {
-    "state on host": {"parameters": "device", "optimizer_state": "host"},
-    "split": {
-        "parameters": {"device": 0.5, "host": 0.2, "nvme": 0.3},
-        "optimizer_state": {"device": 0.3, "host": 0.3, "nvme": 0.4},
-    },
-}
-
-
-@pytest.mark.first
-@pytest.mark.parametrize(
-    ("place", "stage", "schedule"),
-    [("state on host", 3, "late"), ("state on host", 1, "late"), ("split", 3, "random")],
-)
-def test_what_is_done_to_one_parameter_leaves_the_others(
-    place: str, stage: int, schedule: str, tmp_path: Path
-) -> None:
-    config = {"device": "cpu", "dtype": "bf16", "nvme": str(tmp_path), "zero_stage": stage, "threads": 1}
-    config |= {"device_memory": "64MiB", "host_memory": "512MiB", **PLACES[place]}
-    given = {"model": "gpt", "program": PROGRAM, "config": config}
-    results = run_ranks(2, SCRIPT, json.dumps(given), schedule, "1", seconds=240, device="cpu")
-    assert all_well(results) == ["same\n"] * 2
-
 
 _ADDED = """
 import contextlib, json, sys

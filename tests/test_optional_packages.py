@@ -38,7 +38,9 @@ def test_a_package_is_missing_or_broken(tmp_path: Path, monkeypatch: pytest.Monk
 
 def ran(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program for which `folder` comes first on the path."""
-    return python("-c", f"import sys\nsys.path.insert(0, sys.argv.pop(1))\n{code}", str(folder), *arguments)
+    return python(
+        "-c", f"import sys\nsys.path.insert(0, sys.argv.pop(1))\n{code}", str(folder), *arguments, cold=True
+    )
 
 
 def model_in(folder: Path) -> str:

@@ -20,7 +20,7 @@ from infinity.hardware import pages as module
 from infinity.hardware.device import HostDevice
 from infinity.hardware.pages import PagedMemory, Pages
 
-from .forked import run_forked
+from .command_line import python
 from .offloaded import config_for
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="counts pages of Linux")
@@ -164,7 +164,7 @@ def test_a_limit_on_address_space_is_named() -> None:
         "try:\n    p.PagedMemory(size, p.Pages())\n"
         "except p.OutOfMemoryError as error:\n    print(error)\n"
     )
-    code, said = run_forked(script)
-    assert code == 0
-    assert "no room for 4.00 GiB of address space" in said
-    assert "raise the limit on address space of a process: ulimit -v" in said
+    done = python("-c", script)
+    assert done.returncode == 0
+    assert "no room for 4.00 GiB of address space" in done.stdout
+    assert "raise the limit on address space of a process: ulimit -v" in done.stdout

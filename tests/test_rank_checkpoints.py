@@ -83,6 +83,17 @@ def test_a_run_goes_on_at_any_number_of_ranks_bit_for_bit(tmp_path: Path) -> Non
         assert contents(other / "step-2") == contents(one / "step-2")
 
 
+def test_muon_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
+    def one_of(place: str, **more: Any) -> Any:
+        config, rest = job(tmp_path, place, "fp32", **more)
+        return {**config, "optimizer": "muon", "units": ["Net"]}, rest
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    wanted = alone(one_of("host", before=2, save=one))
+    assert ranks(2, one_of("nvme", load=one, save=two)) == [wanted]
+    assert alone(one_of("split", load=two)) == wanted
+
+
 def test_a_base_that_is_left_out_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     wanted = alone(job(tmp_path, "host", before=2, save=one, frozen=True))

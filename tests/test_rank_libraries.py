@@ -16,7 +16,7 @@ from infinity.storage.checkpoints import find
 
 from .ranks import all_well, run_ranks
 from .test_ecosystem import need
-from .test_ranks import of_stage
+from .test_ranks import MOE, of_stage
 
 PAGE = (Path(__file__).parents[1] / "docs/ranks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"## (.+?)\n(?:(?!\n## )[\s\S])*?```python\n([\s\S]*?)```", PAGE)
@@ -30,7 +30,7 @@ IMPORTS = (
 SNIPPETS = {title.split(",")[0].split(" ")[0]: code for title, code in BLOCKS}
 
 
-EXPERTS = """
+BLOCK = """
 class Block(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -38,21 +38,6 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         return x + self.linear(x).relu()
-
-
-class MoE(torch.nn.Module):
-    def __init__(self, width, count):
-        super().__init__()
-        self.router = torch.nn.Linear(width, count)
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
-
-    def forward(self, x):
-        shares = self.router(x).softmax(-1)
-        out = torch.zeros_like(x)
-        for i in shares.argmax(-1).unique().tolist():
-            chosen = shares.argmax(-1) == i
-            out[chosen] = self.experts[i](x[chosen]) * shares[chosen, i, None]
-        return x + out
 """
 STEPS = """
 for _ in range(4):
@@ -94,24 +79,9 @@ def test_data_that_ends_unevenly(tmp_path: Path) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    found = ran("Experts", tmp_path, EXPERTS, STEPS)
+    found = ran("Experts", tmp_path, MOE + BLOCK, STEPS)
     assert len(found) == 14
     assert all(v.isfinite().all() for v in found.values())
-
-
-@pytest.mark.integration
-def test_ten_steps_on_two_ranks(tmp_path: Path) -> None:
-    said = {}
-    for by in ("torch", "engine"):
-        script = "from tests.rank_libraries import main\nmain()"
-        first, second = all_well(run_ranks(2, script, str(tmp_path), by, seconds=120, imports=IMPORTS))
-        said[by] = json.loads(first.splitlines()[-1])
-        assert first.splitlines()[-1] == second.splitlines()[-1]
-    for found, wanted in zip(said["engine"], said["torch"], strict=True):
-        assert len(wanted) >= 5
-        assert found == pytest.approx(wanted, rel=1e-5)
-    states = [torch.load(tmp_path / f"{by}.pt", weights_only=True) for by in ("engine", "torch")]
-    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.integration

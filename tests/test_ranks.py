@@ -773,6 +773,24 @@ infinity.close(adam)
         assert all(("no_sync() does nothing" in err) == (stage == 2) for _, _, err in results)
 
 
+MOE = """
+import torch
+
+
+class MoE(torch.nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.router = torch.nn.Linear(width, count)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for i in shares.argmax(-1).unique().tolist():
+            chosen = shares.argmax(-1) == i
+            out[chosen] = self.experts[i](x[chosen]) * shares[chosen, i, None]
+        return x + out
+"""
 EXPERTS = """
 import json, os, sys
 import infinity, torch
@@ -782,35 +800,18 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 settings, cases, sets = json.loads(sys.argv[1]), json.loads(sys.argv[2]), []
 
 
-class Expert(nn.Linear):
-    pass
-
-
-class MoE(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(Expert(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        shares = self.router(x).softmax(-1)
-        out = torch.zeros_like(x)
-        for i in shares.argmax(-1).unique().tolist():
-            chosen = shares.argmax(-1) == i
-            used.add(i)
-            out[chosen] = self.experts[i](x[chosen]) * shares[chosen, i, None]
-        return x + out
-
-
 class Root(MoE):  # calls the experts itself
     pass
 
 
 for units in cases:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), MoE(), nn.Tanh()) if units == ["MoE"] else Root()
+    experts = MoE(8, 4) if units == ["MoE"] else Root(8, 4)
+    model = nn.Sequential(nn.Linear(8, 8), experts, nn.Tanh()) if units == ["MoE"] else experts
     config = infinity.Config(**settings, units=units, rank_timeout=30)
     model, adam = infinity.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+    for i, expert in enumerate(experts.experts):
+        expert.register_forward_hook(lambda *_, i=i: used.add(i))
     made = torch.Generator().manual_seed(5)
     for _ in range(4):
         used, batches = set(), [torch.randn(2, 8, generator=made) for _ in range(world)]
@@ -826,10 +827,10 @@ print(sets)
 def test_experts_that_the_data_choose(tmp_path: Path) -> None:
     """Each rank uses others: the cure is one unit of all of them."""
     settings = json.dumps(settings_of(tmp_path, "nvme", "fp32"))
-    for _, _, err in run_ranks(2, EXPERTS, settings, "[null]"):
+    for _, _, err in run_ranks(2, MOE + EXPERTS, settings, "[null]"):
         assert "DivergenceError: ranks do different things" in err
         assert 'Config(units=["MoE"])' in err
         assert 'units=["experts"]' in err
         assert "only the data may differ" not in err
-    first, second = all_well(run_ranks(2, EXPERTS, settings, '[["MoE"], ["experts"]]'))
+    first, second = all_well(run_ranks(2, MOE + EXPERTS, settings, '[["MoE"], ["experts"]]'))
     assert first != second  # which experts they use

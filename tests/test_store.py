@@ -24,7 +24,7 @@ from infinity.core.errors import (
 from infinity.hardware.aio import DirectFile, crc32c
 from infinity.storage.store import Part, Store, Version
 
-from .forked import run_forked
+from .command_line import python
 from .shortage import Shortage
 from .small_store import (
     CHUNK,
@@ -377,4 +377,5 @@ print("done", flush=True)
 )
 def test_touching_a_lease_under_way_is_a_fault_in_test_mode(tmp_path: Path, call: str, backend: str) -> None:
     need_backend(backend, tmp_path)
-    assert run_forked(_TOUCH, str(tmp_path), call, backend) == (-signal.SIGSEGV, "ready\n")
+    done = python("-c", _TOUCH, str(tmp_path), call, backend)
+    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "ready\n")

@@ -7,6 +7,7 @@ block sees (which branch to take, where to raise). All blocks are of the form x 
 from __future__ import annotations
 
 from collections import deque, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,42 +37,22 @@ class Slotted:
 Named = namedtuple("Named", ["x", "more"])
 
 
-def wrap_output(kind: str, x: torch.Tensor) -> Any:
-    """Return `x` the way that `kind` says."""
-    return {
-        "tensor": lambda: x,
-        "tuple": lambda: (x, None),
-        "list": lambda: [x],
-        "dict": lambda: {"x": x},
-        "nested": lambda: {"a": [({"x": x},)]},
-        "named": lambda: Named(x, None),
-        "dataclass": lambda: Plain(x),
-        "slotted": lambda: Slotted(x),
-        "deque": lambda: deque([x]),
-        "frozenset": lambda: frozenset([x]),
-        "iterator": lambda: iter([x]),
-        "values": lambda: {"x": x}.values(),
-        "closure": lambda: lambda: x,
-    }[kind]()
-
-
-def unwrap_output(kind: str, output: Any) -> torch.Tensor:
-    """Undo `wrap_output`."""
-    return {
-        "tensor": lambda: output,
-        "tuple": lambda: output[0],
-        "list": lambda: output[0],
-        "dict": lambda: output["x"],
-        "nested": lambda: output["a"][0][0]["x"],
-        "named": lambda: output.x,
-        "dataclass": lambda: output.x,
-        "slotted": lambda: output.x,
-        "deque": lambda: output[0],
-        "frozenset": lambda: next(iter(output)),
-        "iterator": lambda: next(output),
-        "values": lambda: next(iter(output)),
-        "closure": lambda: output(),
-    }[kind]()
+#: How a module returns a tensor, and what takes it out of that.
+_OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda x: x, lambda out: out),
+    "tuple": (lambda x: (x, None), lambda out: out[0]),
+    "list": (lambda x: [x], lambda out: out[0]),
+    "dict": (lambda x: {"x": x}, lambda out: out["x"]),
+    "nested": (lambda x: {"a": [({"x": x},)]}, lambda out: out["a"][0][0]["x"]),
+    "named": (lambda x: Named(x, None), lambda out: out.x),
+    "dataclass": (Plain, lambda out: out.x),
+    "slotted": (Slotted, lambda out: out.x),
+    "deque": (lambda x: deque([x]), lambda out: out[0]),
+    "frozenset": (lambda x: frozenset([x]), lambda out: next(iter(out))),
+    "iterator": (lambda x: iter([x]), next),
+    "values": (lambda x: {"x": x}.values(), lambda out: next(iter(out))),
+    "closure": (lambda x: lambda: x, lambda out: out()),
+}
 
 
 class _Scaled(torch.autograd.Function):
@@ -139,7 +120,7 @@ class Block(nn.Module):
             x = checkpoint(self.body, x, ctx, y, use_reentrant=recompute == "inside-reentrant")
         else:
             x = self.body(x, ctx, y)
-        return wrap_output(self.spec["output"], x)
+        return _OUTPUTS[self.spec["output"]][0](x)
 
     def body(self, x: torch.Tensor, ctx: Json, y: torch.Tensor | None) -> torch.Tensor:
         match self.kind:
@@ -235,13 +216,13 @@ class Root(nn.Module):
                 x = x * self.scale
         for weight in weights:
             x = x + F.linear(x, weight)
-        return wrap_output(self.tree["output"], self.head(x))
+        return _OUTPUTS[self.tree["output"]][0](self.head(x))
 
     def call(self, at: int, x: torch.Tensor, ctx: Json, y: torch.Tensor | None) -> torch.Tensor:
         block, spec = self.blocks[at], self.tree["blocks"][at]
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            return unwrap_output(spec["output"], block(x, ctx, y) if y is not None else block(x, ctx))
+            return _OUTPUTS[spec["output"]][1](block(x, ctx, y) if y is not None else block(x, ctx))
 
         if spec["recompute"] in ("outside", "outside-reentrant"):
             return checkpoint(run, x, use_reentrant=spec["recompute"] == "outside-reentrant")  # type: ignore[no-any-return]
@@ -261,7 +242,7 @@ def loss_of(model: Root, batch: Json, **ctx: Any) -> torch.Tensor:
     """Return the loss of one batch, without what the box holds; fp32."""
     flags = {"fail": -1, "fail_back": -1, "branch": batch["branch"], "use": batch["use"], "ids": batch["ids"]}
     flags.update(ctx)
-    out = unwrap_output(model.tree["output"], model(batch["x"], flags))
+    out = _OUTPUTS[model.tree["output"]][1](model(batch["x"], flags))
     return F.mse_loss(out.float(), batch["target"])
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from infinity.core.errors import BudgetError
+
 from .build import ForwardFailed, Json, batches, loss_of
 from .worlds import World
 
@@ -686,8 +688,6 @@ class Program:
     def do_final(self) -> None:
         """Compare everything, by state dicts."""
         self.do_look()
-        from infinity.core.errors import BudgetError
-
         for name in list(self.world.named(trainable=True)):
             if self.case["config"]["host_memory"] != "large":
                 break  # the least host memory holds no state dict

@@ -7,6 +7,7 @@ cannot do raises there, and the comparison sees the difference.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import re
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.core.sizes import MOMENT_BLOCK
-from infinity.hardware import halves
-from infinity.hardware.log_codes import decode
-from infinity.planning.parts import SQUARES
+import infinity
+from infinity.core.errors import BudgetError, StateDictError
+from infinity.optim.lion import Lion
 
+from .. import inner
+from ..masters import DTYPES, Masters
+from ..reference import cast
 from .build import Json, Root, build
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def groups_of(model: nn.Module, config: Json) -> list[Json]:
@@ -46,8 +47,6 @@ def patterns_of(model: nn.Module, config: Json) -> list[str]:
 
 
 def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
-    from infinity.optim.lion import Lion
-
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "AdamW": partial(torch.optim.AdamW, foreach=False),
         "Adam": partial(torch.optim.Adam, foreach=False),
@@ -57,17 +56,6 @@ def make_optimizer(model: nn.Module, config: Json) -> torch.optim.Optimizer:
         "Lion": Lion,
     }
     return kinds[config["optimizer"]](groups_of(model, config), lr=1e-3)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors in dicts, lists and tuples, as the engine does with the root's inputs."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {k: cast(v, dtype) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(cast(v, dtype) for v in value)
-    return value
 
 
 class World:
@@ -98,23 +86,18 @@ class PlainWorld(World):
 
     def start(self, config: Json, seed: int) -> None:
         """Begin anew with another model."""
-        from infinity.optim.rules import rule_of
-
         self.config = config
         self.dtype = DTYPES[config["dtype"]]
         self.model = build(self.tree, seed)
-        self.masters = {p: p.detach().float().clone() for p in self.model.parameters()}
-        self.learns = {p for p in self.model.parameters() if p.requires_grad}
-        keep = {
-            p
-            for m in self.model.modules()
-            if isinstance(m, nn.modules.batchnorm._BatchNorm)
-            for p in m.parameters()
-        }
         self.optimizer = make_optimizer(self.model, config)
-        self.rule = rule_of(self.optimizer)
-        self.moments: dict[Any, list[torch.Tensor]] = {}  # in the dtype in which the engine keeps them
-        self.updates: dict[Any, int] = {}
+        self.masters = Masters(
+            *(self.model, self.optimizer, self.dtype),
+            split=config["split_master"],
+            form=config["state_dtype"],
+            exact=config["state_fp32"],
+        )
+        self.names = {p: n for n, p in self.masters.params.items()}
+        self.learns = {p for p in self.model.parameters() if p.requires_grad}
         self.sums: dict[Any, torch.Tensor] = {}
         self.factors: dict[Any, float] = {}
         self.scale_now = config["loss_scale"] if self.dtype is torch.float16 else 1.0
@@ -124,12 +107,8 @@ class PlainWorld(World):
         self.past: dict[Any, torch.Tensor] = {}
         self.late: dict[Any, torch.Tensor] = {}  # newer values than those that training uses
         if self.dtype is not torch.float32:
-            for p in self.model.parameters():
-                p.data = p.data.to(torch.float32 if p in keep else self.dtype)
-                if self._is_split(p):
-                    p.data = self._copy_of(p)
-                if p.requires_grad:
-                    p.register_post_accumulate_grad_hook(self._collect)
+            for p in self.learns:
+                p.register_post_accumulate_grad_hook(self._collect)
             self.model.register_forward_pre_hook(
                 lambda _, args, kwargs: (cast(args, self.dtype), cast(kwargs, self.dtype)), with_kwargs=True
             )
@@ -207,10 +186,6 @@ class PlainWorld(World):
 
     @torch.no_grad()
     def _step(self) -> None:
-        from infinity.hardware.adam_reference import reference_segments
-        from infinity.hardware.cpu_adam import Segment, rounding_key
-
-        names = {p: n for n, p in self.model.named_parameters()}
         self.norm = self._norm()
         self.resumed = False
         self._publish()
@@ -227,19 +202,8 @@ class PlainWorld(World):
                 raw = self.raw(p)
                 if raw is None or p not in self.learns:
                     continue
-                self.updates[p] = self.updates.get(p, 0) + 1
-                if p not in self.moments:
-                    self.moments[p] = self._new_moments(names[p], p)
                 factor = self.factors.get(p, 1.0) * clip / self.scale_now
-                gradient = raw.float().contiguous().view(-1)
-                segment = Segment(
-                    *(0, p.numel(), 0, rounding_key(names[p], self.updates[p]), self.updates[p]),
-                    *(group["lr"], group["weight_decay"]),
-                    grad_scale=factor,
-                    maximize=False,
-                    options=self.rule.options(group),
-                )
-                reference_segments(self.masters[p].view(-1), self.moments[p], gradient, None, [segment])
+                self.masters.update(self.names[p], raw.float().contiguous(), factor)
                 self._updated(p, delayed)
         self.steps += 1
         if self.dtype is torch.float16:
@@ -250,10 +214,10 @@ class PlainWorld(World):
     def _updated(self, p: Any, delayed: bool) -> None:
         self.past[p] = p.detach().clone()
         if delayed:
-            self.late[p] = self.masters[p].to(p.dtype)
+            self.late[p] = self.masters.values[self.names[p]].to(p.dtype)
             torch.autograd.graph.increment_version([p])
         else:
-            p.copy_(self._copy_of(p))
+            p.copy_(self.masters.copy(self.names[p]))
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -315,29 +279,7 @@ class PlainWorld(World):
             yield
         finally:
             for p in params:
-                self._adopt(p, p.detach())
-
-    def _halves(self, p: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The halves of a split master."""
-        copy, low = torch.empty(p.numel(), dtype=p.dtype), torch.empty(p.numel(), dtype=torch.int16)
-        halves.split(self.masters[p].view(-1), copy, low)
-        return copy, low
-
-    def _copy_of(self, p: Any) -> torch.Tensor:
-        return self._halves(p)[0].view(p.shape) if self._is_split(p) else self.masters[p]
-
-    def _is_split(self, p: Any) -> bool:
-        return bool(self.config.get("split_master")) and p.dtype is torch.bfloat16 and p in self.learns
-
-    def _adopt(self, p: Any, value: torch.Tensor) -> None:
-        master = self.masters[p]
-        if self._is_split(p):
-            flat, low = value.reshape(-1), self._halves(p)[1]
-            low[(flat == 0) | ~flat.isfinite()] = 0
-            halves.join(flat, low, master.view(-1))
-            return
-        kept = master.to(p.dtype) == value
-        master.copy_(torch.where(kept, master, value.float()))
+                self.masters.take(self.names[p], p.detach())
 
     # -- state dicts
 
@@ -348,26 +290,17 @@ class PlainWorld(World):
     @torch.no_grad()
     def load_model(self, saved: Json) -> None:
         """Raises what an engine does that would drop the older values that its optimizer has just loaded."""
-        from infinity.core.errors import StateDictError
-
         if self.resumed and self.late:
             raise StateDictError("the model comes before its optimizer, with delayed updates")
         self._publish()
         self.model.load_state_dict(saved)
-        for p in self.model.parameters():
-            if self._is_split(p):
-                kept = self._copy_of(p) == p.detach()
-                self.masters[p].copy_(torch.where(kept, self.masters[p], p.detach().float()))
-            else:
-                self._adopt(p, p.detach())
+        for name, p in self.masters.params.items():
+            self.masters.take(name, p.detach(), loaded=True)
 
     def save_optimizer(self) -> Json:
-        names = {p: n for n, p in self.model.named_parameters()}
         return {
-            "masters": {names[p]: v.clone() for p, v in self.masters.items() if p in self.learns},
-            "fronts": {names[p]: p.detach().clone() for p in self.learns if self.late},
-            "moments": {names[p]: [m.clone() for m in of_one] for p, of_one in self.moments.items()},
-            "updates": {names[p]: n for p, n in self.updates.items()},
+            "masters": self.masters.saved(),
+            "fronts": {self.names[p]: p.detach().clone() for p in self.learns if self.late},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
             "scale": (self.scale_now, self.good, self.steps),
         }
@@ -375,17 +308,17 @@ class PlainWorld(World):
     @torch.no_grad()
     def load_optimizer(self, saved: Json) -> None:
         self._publish()
-        named = self.named()
-        for n, m in saved["masters"].items():
-            if named[n].dtype is torch.float32 and n not in saved["fronts"]:
+        masters, fronts = self.masters, saved["fronts"]
+        values, masters.moments, masters.steps = copy.deepcopy(saved["masters"])
+        for p in self.learns:
+            name = self.names[p]
+            if p.dtype is torch.float32 and name not in fronts:
                 continue  # the copy is the master, and comes with the model
-            self.masters[named[n]].copy_(m)
-            named[n].copy_(self._copy_of(named[n]))
-        for n, front in saved["fronts"].items():
-            self.late[named[n]] = named[n].detach().clone()
-            named[n].copy_(front)
-        self.moments = {named[n]: [m.clone() for m in of_one] for n, of_one in saved["moments"].items()}
-        self.updates = {named[n]: u for n, u in saved["updates"].items()}
+            masters.values[name].copy_(values[name])
+            p.copy_(masters.copy(name))
+        for name, front in fronts.items():
+            self.late[masters.params[name]] = masters.params[name].detach().clone()
+            masters.params[name].copy_(front)
         for group, old in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(old)
         scale, self.good, self.steps = saved["scale"]
@@ -394,26 +327,7 @@ class PlainWorld(World):
             self.scale_now = scale
 
     def state_of(self, name: str) -> dict[str, torch.Tensor | None]:
-        p = self.named()[name]
-        kinds, moments = self.rule.moments, self.moments.get(p)
-        if moments is None:
-            return {"master": self.masters[p], **dict.fromkeys(kinds)}
-        if moments and moments[0].dtype is torch.uint8:
-            pairs = zip(kinds, moments[: len(kinds)], moments[len(kinds) :], strict=True)
-            wide = [decode(*kept, squares=kind in SQUARES) for kind, *kept in pairs]
-        else:
-            wide = [m.float() for m in moments]
-        return {"master": self.masters[p], **dict(zip(kinds, wide, strict=True))}
-
-    def _new_moments(self, name: str, p: Any) -> list[torch.Tensor]:
-        numel = p.numel()
-        exact = any(fnmatchcase(name, pattern) for pattern in self.config["state_fp32"])
-        form = "fp32" if exact else self.config["state_dtype"]
-        count = len(self.rule.moments)
-        if form != "8bit":
-            return [torch.zeros(numel, dtype=DTYPES[form]) for _ in range(count)]
-        codes = [torch.zeros(numel, dtype=torch.uint8) for _ in range(count)]
-        return codes + [torch.zeros(-(-numel // MOMENT_BLOCK)) for _ in range(count)]
+        return {"master": self.masters.values[name], **self.masters.wide(name)}
 
     def close(self) -> None:
         pass
@@ -431,8 +345,6 @@ class OffloadedWorld(World):
 
     def start(self, config: Json, seed: int) -> None:
         """Begin anew with another model and engine."""
-        import infinity
-
         self.config = config
         settings = self.settings(config, seed)
         if config["init"]:
@@ -445,8 +357,6 @@ class OffloadedWorld(World):
 
     def settings(self, config: Json, seed: int) -> Any:
         """Return a Config, with the least budgets where these are asked for."""
-        from .. import inner
-
         folder = self.folder / str(self.count)
         folder.mkdir()
         self.count += 1
@@ -484,11 +394,6 @@ class OffloadedWorld(World):
 
     def least(self, given: Json, budgets: Json, name: str, seed: int) -> int:
         """Return the least budget that is not refused: the one that the refusal of 1 byte names."""
-        import infinity
-        from infinity.core.errors import BudgetError
-
-        from .. import inner
-
         model = build(self.tree, seed)
         optimizer = make_optimizer(model, self.config)
         try:
@@ -504,8 +409,6 @@ class OffloadedWorld(World):
         return self.optimizer.scale(loss)
 
     def gradient(self, p: Any) -> torch.Tensor | None:
-        import infinity
-
         return infinity.gradient(p)
 
     def take_grads(self, params: Iterable[Any]) -> dict[Any, Any]:
@@ -535,8 +438,6 @@ class OffloadedWorld(World):
         return self.optimizer.step(closure)
 
     def flush(self) -> None:
-        import infinity
-
         infinity.flush(self.model)
 
     def info(self) -> dict[str, float]:
@@ -559,8 +460,6 @@ class OffloadedWorld(World):
     # -- values
 
     def newest(self, p: Any) -> torch.Tensor:
-        import infinity
-
         with infinity.gathered(p):
             return p.detach().clone()  # type: ignore[no-any-return]
 
@@ -568,15 +467,11 @@ class OffloadedWorld(World):
         return []
 
     def gathered(self, params: Any, write: bool = False) -> Any:
-        import infinity
-
         return infinity.gathered(params, write=write)
 
     # -- state dicts
 
     def save_model(self) -> Json:
-        from infinity.core.errors import BudgetError
-
         try:
             return {k: v.clone() for k, v in self.model.state_dict().items()}
         except BudgetError:  # the least host memory holds no state dict
@@ -600,8 +495,6 @@ class OffloadedWorld(World):
         return {k: state.get(k) for k in ("master", *self.optimizer.rule.moments)}
 
     def close(self) -> None:
-        import infinity
-
         if self.config["ending"] == "close":
             infinity.close(self.model)
         else:

@@ -23,10 +23,9 @@ import torch
 import infinity
 from infinity.api.engine import engine_of
 
-from .. import inner
 from .cuda import lagging_cuda, make_known
 from .programs import Loop
-from .run import CASES, Net
+from .run import CASES, built
 from .world import World
 
 #: Autograd's own threads have no name of ours.
@@ -35,11 +34,7 @@ _AUTOGRAD = "host waits: Dummy"
 
 def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
     """Return the counts of the fourth step, after which the order of units is known."""
-    settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
-    settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
-    if settings.get("accumulation"):
-        settings["accumulation"] = 1
-    config = inner.config(device="cpu", nvme=nvme, **settings)
+    case = {**case, "accumulation": 1} if case.get("accumulation") else case
     phases: dict[str, collections.Counter[str]] = {}
     with lagging_cuda() as world:
 
@@ -49,10 +44,8 @@ def count(case: dict[str, Any], nvme: str) -> dict[str, Any]:
             yield
             phases[name] = world.counts - before
 
-        torch.manual_seed(0)
-        model = Net()
-        adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = infinity.wrap(model, adam, config)
+        plain, adam, config = built(case, nvme)
+        model, optimizer = infinity.wrap(plain, adam, config)
         loop = Loop(model, optimizer, "lagging:0")
         _count_reads(world, [unit.storage for unit in engine_of(model).units])
         registrations = world.counts["registrations"]

@@ -20,9 +20,8 @@ import torch
 import infinity
 from infinity.core.errors import ConfigError, InfinityError
 
-from .. import inner
 from .cuda import lagging_cuda, make_known
-from .run import CASES, Net
+from .run import CASES, built
 from .world import Finding, World
 
 STEPS = 3
@@ -30,27 +29,17 @@ STEPS = 3
 
 def train(world: World, case: dict[str, Any], nvme: str, fails: int | None) -> tuple[list[torch.Tensor], str]:
     """Return the final values, and what was raised. `fails`: the number of the allocation that does."""
-    config = inner.config(
-        nvme=nvme,
-        device_memory="64MiB",
-        host_memory="256MiB",
-        threads=1,
-        units=["Block", "head"],
-        **{"dtype": "bf16", "update": "sync", **case},
-    )
-    torch.manual_seed(0)
-    model = Net(16)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = built({"update": "sync", "max_grad_norm": None, **case}, nvme, 16)
     raised = "nothing"
     try:
-        model, optimizer = infinity.wrap(model, adam, config)
+        model, optimizer = infinity.wrap(*given)
     except ConfigError as error:
         raised = type(error).__name__
         if world.registered:
             raise Finding(f"{len(world.registered)} ranges stay registered") from error
         if (torch.ones(3, device="lagging") * 2).tolist() != [2.0] * 3:
             raise Finding("the next launch") from error
-        model, optimizer = infinity.wrap(model, adam, config)
+        model, optimizer = infinity.wrap(*given)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(8, 16, generator=generator).to("lagging") for _ in range(STEPS)]
     world.counts["allocations"] = 0

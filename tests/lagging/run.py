@@ -157,17 +157,25 @@ OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
 }
 
 
-def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
-    """Return losses and final values; both on the CPU."""
+def built(
+    case: dict[str, Any], nvme: str, width: int = 64
+) -> tuple[Net, torch.optim.Optimizer, infinity.Config]:
+    """Return what `wrap` is given in a case."""
     settings = {"dtype": "bf16", "max_grad_norm": 0.5, "update": "overlap", "device_memory": "64MiB", **case}
-    program, kind = settings.pop("program", "accumulate"), settings.pop("recompute", None)
-    settings.pop("index", None)
-    make = OPTIMIZERS[settings.pop("optimizer", "adamw")]
     settings = {"units": ["Block", "head"], "host_memory": "256MiB", "threads": 1, **settings}
+    kind, make = settings.pop("recompute", None), OPTIMIZERS[settings.pop("optimizer", "adamw")]
+    for name in ("program", "index"):
+        settings.pop(name, None)
     config = inner.config(device="cpu", nvme=nvme, **settings)
     torch.manual_seed(0)
-    model = Net(recompute=kind or ("non-reentrant" if config.activations == "host" else ""))
-    model, optimizer = infinity.wrap(model, make(model), config)
+    model = Net(width, recompute=kind or ("non-reentrant" if config.activations == "host" else ""))
+    return model, make(model), config
+
+
+def train(case: dict[str, Any], nvme: str, device: str) -> list[torch.Tensor]:
+    """Return losses and final values; both on the CPU."""
+    program = case.get("program", "accumulate")
+    model, optimizer = infinity.wrap(*built(case, nvme))
     loop = Loop(model, optimizer, device)
     PROGRAMS[program](loop)
     made = [loss.detach().cpu() for loss in loop.losses]
