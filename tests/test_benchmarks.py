@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -35,31 +34,6 @@ def script(name: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
 
 
 # ---- bounds ----
-
-
-def test_the_bound_of_each_update_mode() -> None:
-    steps = importlib.import_module("steps")
-    bound, found = steps.bound, steps.Measured(forward=1.0, backward=2.0, adam=0.5, moved=10.0, nvme_rate=1.0)
-    assert found.nvme == 10.0
-    assert bound("sync", found) == 1 + 2 + 10
-    assert bound("overlap", found) == 2 + 10
-    assert bound("delayed", found) == 10
-    assert bound("backward", found) == 1 + 10
-    ahead = dataclasses.replace(found, read_ahead=1.5)
-    assert bound("sync", ahead) == 1 + 2 + 8.5
-    assert bound("overlap", ahead) == 2 + 8.5
-    assert bound("delayed", ahead) == 10
-    # A backward hides no more than it lasts, a forward no more than itself.
-    much = dataclasses.replace(found, read_ahead=100.0, copies=100.0, gradients=1.0)
-    assert bound("overlap", much) == 2 + 8
-    assert bound("sync", much) == 1 + 2 + 7
-    assert bound("backward", much) == 1 + 9
-    # Without a drive the kernel is left.
-    kernel = steps.Measured(forward=1.0, backward=2.0, adam=0.5)
-    assert bound("sync", kernel) == 3.5
-    assert bound("overlap", kernel) == 3.0
-    assert bound("overlap", dataclasses.replace(kernel, adam=1.25)) == 3.25
-    assert bound("delayed", kernel) == bound("backward", kernel) == 3.0
 
 
 def test_every_placement_and_update_mode_is_one_of_the_engine(tmp_path: Path) -> None:

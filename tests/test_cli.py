@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from infinity.cli.main import VERBS, cli, run, show_error
-from infinity.cli.settings import parse_placement, read_run
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
@@ -262,12 +261,3 @@ def test_no_terminal_is_too_plain(tmp_path: Path) -> None:
     assert [int(line[2:-2]) for line in shown.splitlines() if line.startswith("< ")] == [0, 0, 0, 2]
     assert "MiB \\xd7 " in shown
     assert "×".encode() not in done.stdout
-
-
-def test_settings_of_a_run() -> None:
-    assert parse_placement("nvme") == "nvme"
-    assert parse_placement("host:0.3, nvme:0.7") == {"host": 0.3, "nvme": 0.7}
-    with pytest.raises(ConfigError):
-        parse_placement("host:most")
-    with pytest.raises(ConfigError, match="dimensions of its own"):
-        read_run({"init_from": "/model", "layers": 3})

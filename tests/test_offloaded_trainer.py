@@ -149,21 +149,6 @@ def test_it_resumes_in_the_middle_of_an_epoch(
     assert all(map(torch.equal, rest.seen.state.values(), whole.seen.state.values()))
 
 
-def test_nothing_is_trained_from_the_last_step_on(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    """Trainer itself would make one step more."""
-    cls, settings = offloaded(transformers.Trainer), {**SAVING, **EVALUATING, "save_steps": STEPS}
-    settings["eval_steps"] = STEPS
-    first = Trained(cls, tmp_path / "out", config, **settings)
-    again = Trained(cls, tmp_path / "out", config, resume=True, **settings)
-    assert again.seen.losses == []
-    assert again.trainer.state.global_step == STEPS
-    assert again.best == first.best
-    torch.testing.assert_close(again.seen.state, first.seen.state, rtol=0, atol=0)
-    assert again.checkpoints == first.checkpoints
-
-
 def test_it_resumes_from_a_checkpoint_of_trainer(
     transformers: Any, offloaded: Any, config: Any, tmp_path: Path
 ) -> None:

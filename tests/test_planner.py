@@ -12,13 +12,10 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.config import Config
 from infinity.core.sizes import GiB, MiB, Tier
-from infinity.planning.footprint import Budget, demand
+from infinity.planning.footprint import Budget
 from infinity.planning.machine import Drive, Machine
-from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import ADAM, moments_of, plan_chunks
-from infinity.planning.placement import assign
+from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
-from infinity.storage.layout import Layout
 
 from . import inner
 from .offloaded import config_for
@@ -132,21 +129,6 @@ def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
             config, Machine(host_memory=whole + MiB, device_memory=None), activations=lambda _, n=beside: n
         )
         assert plan.fits is fits
-
-
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 1.0, 2.0)])
-@pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"gradients": {"host": 0.4, "nvme": 0.6}}])
-def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], changes: dict[str, Any]) -> None:
-    config = config_of(dtype="bf16", **changes)
-    layouts = partition(model_of("bf16").units, config.elements_per_chunk)
-    kinds = ("parameters", "optimizer_state", "gradients")
-    assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
-    plans = plan_chunks(
-        layouts, assignment, moments_of(ADAM, config), staged=True, delayed=config.update == "delayed"
-    )
-    wanted = demand(layouts, plans, [(0,)], config, staged=False, weights=weights)
-    store = Layout([plan.parts for plan in plans], len(weights), weights=weights)
-    assert list(wanted.arenas) == store.arena_nbytes
 
 
 LARGE = Model([("block", [ParamSpec("block.weight", (4096, 8192), "bf16", True, 0)])], [(0,)])

@@ -43,22 +43,6 @@ def test_tied_parameters_share_storage_in_a_state_dict(update: str, parameters: 
     infinity.close(model)
 
 
-def test_a_submodules_state_dict_is_charged_for_itself_alone(tmp_path: Path) -> None:
-    model, _ = wrapped(tmp_path, TiedFusedModel)
-    states, asked = engine_of(model).states, []
-    make_room = states.make_room
-    states.make_room = lambda params: asked.append({s.name for s in params}) or make_room(params)
-    block, names = model.blocks[0], {n for n, _ in model.named_parameters()}
-    for module in (model, block, block.up, model.wte):
-        module.state_dict(prefix="some.where.")
-    assert asked == [
-        names,
-        *({n for n in names if n.startswith(f"blocks.0.{part}")} for part in ("", "up.")),
-        {"wte.weight"},
-    ]
-    infinity.close(model)
-
-
 def test_leases_that_nobody_needs_give_way_to_a_state_dict(tmp_path: Path) -> None:
     """At a budget that leases fill: what read-ahead and pipelines do without is lent for as long as the
     copies live, in whatever form; training goes on beside them with the same values."""

@@ -69,28 +69,6 @@ def test_a_hook_that_raises_leaves_no_copies(place: str, tmp_path: Path) -> None
             assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("place", "inner"),
-    [("nvme", lambda m: m), ("host", lambda m: m.layers), ("device", lambda m: m.layers[1])],
-)
-def test_a_state_dict_inside_of_one(inner: Callable[[Any], nn.Module], place: str, tmp_path: Path) -> None:
-    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
-        train(model, optimizer, range(1))
-        expected = model.state_dict()
-        seen: list[dict[str, torch.Tensor]] = []
-
-        def look(*_: Any) -> None:
-            if not seen:
-                seen.append({})
-                seen[0].update(inner(model).state_dict())
-
-        model.layers[1].register_state_dict_pre_hook(look)
-        state = model.state_dict()
-        assert seen[0]
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in state.items())
-
-
 LOOKS: dict[str, Callable[[Any], object]] = {
     "gathered": lambda model: _gather(model, write=False),
     "gathered to write": lambda model: _gather(model, write=True),
@@ -121,18 +99,3 @@ def test_a_look_by_a_load_hook_keeps_no_old_values(where: str, look: str, place:
         model.load_state_dict(values_of(0.1))
         x = torch.ones(2, 40)
         torch.testing.assert_close(model(x).detach(), plain(x).detach(), rtol=1e-6, atol=1e-6)
-
-
-def test_two_loads_in_a_row_leave_the_same_masters_everywhere(tmp_path: Path) -> None:
-    """The first load counts: what the second brings back is rounded then."""
-    states = []
-    for place in ("nvme", "host", "device", "resident", "between"):
-        with wrapped(tmp_path / place, place, dtype="fp16") as (model, optimizer):
-            train(model, optimizer, range(3))
-            saved = {name: value.clone() for name, value in model.state_dict().items()}
-            model.load_state_dict({name: value * 2 for name, value in saved.items()})
-            model.load_state_dict(saved)
-            states.append(optimizer.state_dict()["state"])
-    for state in states[1:]:
-        for index, values in states[0].items():
-            assert all(torch.equal(value, state[index][key]) for key, value in values.items())
