@@ -137,16 +137,6 @@ def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert of_two["wear"]["rated_bytes"] == result["wear"]["rated_bytes"] == 600e12
 
 
-def test_plan_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    code, result = plan(capsys, "--host-memory", "100KB")
-    assert code == 1
-    assert not result["fits"]
-    assert result["problems"][0]["tier"] == "host"
-    assert "--host-memory" in result["problems"][0]["cure"]
-    assert run(["plan", *SMALL, "--host-memory", "100KB"]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
-
-
 def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     everything = [f"--{k}=nvme" for k in ("parameters", "optimizer-state", "gradients")]
     machine = ["--machine", MACHINE, "--nvme", "/mnt/nvme0", "--batch", "1", "--recompute"]

@@ -137,21 +137,6 @@ def test_without_an_nvme_directory_the_temporary_one_is_used(
     assert extent.file.directory == str(tmp_path)
 
 
-def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_open = os.open
-
-    def refuse(path: str, flags: int, mode: int = 0o777, **rest: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        return plain_open(path, flags, mode, **rest)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with init(Config(nvme=tmp_path)):
-        model = nn.Linear(100, 100)
-    assert scratch_extent(model.weight) is not None
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, number in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):

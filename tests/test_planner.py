@@ -157,23 +157,6 @@ def test_chunks_are_large_where_a_device_has_its_own_memory(
     assert Planner(LARGE).plan(config, machine).chunks == CHUNKS[size]
 
 
-@pytest.mark.parametrize("places", ["host", "device"])
-@pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"split_master": True}])
-def test_the_least_budget_is_that_of_the_smaller_chunks(places: str, changes: dict[str, Any]) -> None:
-    """What was enough for chunks of 4 Mi is enough."""
-    machine = Machine(host_memory=1 << 50, device_memory=1 << 50)
-    fixed = config_of(places, chunk_elements=4 * MiB, **changes)
-    least = Planner(LARGE).plan(fixed, machine).least
-    found = []
-    for size in (4 * MiB, None):
-        budgets = {"host_memory": least.host, "device_memory": least.device, "chunk_elements": size}
-        found.append(Planner(LARGE).plan(fixed.replace(**budgets), machine))
-    assert found[0].fits
-    assert found[1] == found[0]
-    [*_, short] = Planner(LARGE).plan(fixed.replace(device_memory=0, chunk_elements=None), machine).problems
-    assert short.needed == least.device
-
-
 def test_an_engine_takes_the_chunks_that_its_plan_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,10 @@ The same result on every placement, in every update mode, in either order of loa
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,18 +202,6 @@ def test_the_loss_scale_and_its_window_go_along(tmp_path: Path) -> None:
         assert infinity.metrics(optimizer)["skipped_steps"] == 1.0
 
 
-def test_gradients_keep_their_size_when_a_loss_scale_is_loaded(tmp_path: Path) -> None:
-    with wrapped(tmp_path, "host", dtype="fp16", loss_scale=1024.0) as (model, optimizer):
-        train(model, optimizer, range(1))
-        _, states = saved(model, optimizer)
-        optimizer.scale(model(torch.ones(4, WIDTH))).backward()
-        before = infinity.gradient(model.layers[0].weight)
-        states["infinity"]["loss_scale"] = 4.0
-        optimizer.load_state_dict(states)
-        assert optimizer.loss_scale == 4.0
-        assert torch.equal(infinity.gradient(model.layers[0].weight), before)
-
-
 @pytest.mark.parametrize("warm", [False, True])
 def test_the_warm_up_of_delayed_updates_is_not_done_twice(warm: bool, tmp_path: Path) -> None:
     settings = {"update": "delayed", "delay_warmup_steps": 2}
@@ -250,14 +241,8 @@ def test_counts_that_make_no_sense_are_refused_and_nothing_changes(tmp_path: Pat
         now = masters(optimizer)
         assert not same(now, before)
         wrong: Any
-        for wrong in (
-            {"loss_scale": 3.0},
-            {"loss_scale": 0.0},
-            {"steps": -1},
-            {"steps": "many"},
-            ["steps"],
-            7,
-        ):
+        counts = ({"loss_scale": 3.0}, {"loss_scale": 0.0}, {"steps": -1}, {"steps": "many"})
+        for wrong in (*counts, ["steps"], 7):
             with pytest.raises(StateDictError, match="cannot be used"):
                 optimizer.load_state_dict({**states, "infinity": wrong})
             assert same(masters(optimizer), now)
@@ -427,6 +412,42 @@ def test_on_a_device_of_its_own_an_edit_of_a_copy_is_a_warning(tmp_path: Path) -
         with pytest.warns(RuntimeWarning, match=r"'unused\.bias'"):
             given.check()
         given.check()
+
+
+@pytest.mark.parametrize(
+    ("place", "where"), [("nvme", ""), ("host", "layers"), ("device", "layers.1"), ("nvme", "layers.0")]
+)
+def test_hooks_of_users_edit_and_raise(where: str, place: str, tmp_path: Path) -> None:
+    """An edit is in the state dict; an error in the middle leaves no copies, and present values."""
+    with wrapped(tmp_path, place, dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+        made: list[weakref.ref[torch.Tensor]] = []
+
+        def note(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
+            made.extend(weakref.ref(value) for value in state.values())
+
+        def fail(*_: Any) -> None:
+            raise KeyError("mine")
+
+        def merge(*_: Any) -> None:
+            with infinity.gathered(model.layers[1].weight, write=True), torch.no_grad():
+                model.layers[1].weight.fill_(1)
+
+        noting = model.layers[0].register_state_dict_post_hook(note)
+        failing = model.layers[1].register_state_dict_pre_hook(fail)
+        with contextlib.suppress(KeyError):  # it would be kept, with the frames that hold the copies
+            model.state_dict()
+        gc.collect()
+        assert made
+        assert not any(ref() is not None for ref in made)
+        noting.remove()
+        failing.remove()
+        train(model, optimizer, range(1, 2))
+        with infinity.gathered(model):
+            state = model.state_dict()
+            assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+        model.get_submodule(where).register_state_dict_pre_hook(merge)
+        assert model.state_dict()["layers.1.weight"].eq(1).all()
 
 
 # -- a device of its own ----------------------------------------------------------------------------
