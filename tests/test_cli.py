@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -189,35 +187,6 @@ def test_an_output_that_takes_no_more(to: str, form: str, code: int, said: str) 
     shell = ["sh", "-c", f'exec "$@" {to}', "sh", *command]
     done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (code, said)
-
-
-_BEGIN = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-from infinity.__main__ import main
-from infinity.cli.ending import begin
-begin()
-print(flush=True)
-sys.argv = ["infinity", "verify", "--json", "--nvme", sys.argv[1]]
-main()
-"""
-
-
-def test_an_interrupt_while_it_begins(tmp_path: Path) -> None:
-    """What is imported makes other errors of an exception."""
-    for delay in (0.2, 0.8):
-        child = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(delay)
-        child.send_signal(signal.SIGINT)
-        error = child.communicate(timeout=120)[1]
-        assert (child.returncode, error) == (130, "interrupted\n"), delay
 
 
 def test_no_terminal_is_too_plain(tmp_path: Path) -> None:

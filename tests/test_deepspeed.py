@@ -55,23 +55,8 @@ ADAM = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_
 RECORDED = json.loads(Path(__file__).with_name("deepspeed_settings.json").read_text("utf-8"))
 PUBLISHED: Mapping[str, Settings] = RECORDED["published"]
 RATES: Mapping[str, Settings] = RECORDED["rates"]
-
 #: The keys that `Config` has, so that no note has to name them.
-MAPPED = (
-    *(
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "enabled",
-        "initial_scale_power",
-        "loss_scale_window",
-        "hysteresis",
-        "stage",
-    ),
-    *("min_loss_scale", "zero_optimization", "offload_optimizer", "offload_param", "device", "nvme_path"),
-    *("loss_scale", "gradient_clipping", "cpu_offload", "cpu_offload_param", "max_in_cpu"),
-    *("optimizer", "scheduler", "params", "activation_checkpointing"),
-)
+MAPPED: list[str] = RECORDED["mapped"]
 
 
 def translated(settings: Settings) -> tuple[Config, list[str]]:

@@ -203,7 +203,7 @@ def lines_of_the_page(page: str, after: str) -> str:
 
 def test_adapters_that_peft_ties_stay_tied_as_the_error_says(tmp_path: Path) -> None:
     """PEFT's own two parameters over one memory, and with SGD its numbers."""
-    peft, transformers = need("peft"), need("transformers")
+    peft = need("peft")
 
     def model_of() -> Any:
         torch.manual_seed(0)
@@ -236,10 +236,6 @@ def test_adapters_that_peft_ties_stay_tied_as_the_error_says(tmp_path: Path) -> 
     assert run(model, adam) == pytest.approx(wanted, rel=1e-5)
 
     expected = logits(model)
-    infinity.export(model, tmp_path / "merged", merge_adapters=True)
-    assert says_tied(tmp_path / "merged")
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert torch.allclose(logits(read), expected, rtol=1e-4, atol=1e-3)
     infinity.export(model, tmp_path / "alone")
     assert not any("parametrizations" in name for name in tensors_in(tmp_path / "alone"))
     torch.manual_seed(0)

@@ -25,12 +25,11 @@ from infinity.integrations.deepspeed.checkpoints import import_deepspeed
 from infinity.storage.checkpoints import find
 
 from .command_line import python
-from .deepspeed_states import ARCHIVE, CASES, MORE, STEPS, build, groups_of, loss_of
-from .offloaded import ON_HOST, config_for
+from .deepspeed_states import ARCHIVE, CASES, STEPS, build, losses_after, wrapped
 from .recorded import check_damage, saved_in, unpack
 
-REFUSED = "universal-round-robin"
 RATE = 0.01
+REFUSED = "universal-round-robin"
 MORE_OF_THEM = pytest.mark.integration
 
 
@@ -76,16 +75,9 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     torch.save(content, path)
 
 
-def wrapped(name: str, folder: Path) -> tuple[Any, Any]:
-    """A model that knows nothing of the checkpoint, with other values."""
-    case = CASES[name]
-    model = build(frozen=case.get("frozen", False))
-    with torch.no_grad():
-        for value in model.state_dict().values():
-            value.fill_(0.25)
-    folder.mkdir()
-    config = config_for(folder, **{**ON_HOST, "dtype": case.get("dtype", "fp32")})
-    return infinity.wrap(model, torch.optim.AdamW(groups_of(model), lr=RATE), config)
+def made(name: str, folder: Path) -> tuple[Any, Any]:
+    frozen, dtype = CASES[name].get("frozen", False), CASES[name].get("dtype", "fp32")
+    return wrapped(folder, frozen=frozen, dtype=dtype, lr=RATE)
 
 
 def check_tied_and_frozen(path: str) -> None:
@@ -116,7 +108,7 @@ def test_it_goes_on(name: str, recorded: Path, tmp_path: Path) -> None:
 
     if case.get("frozen"):
         check_tied_and_frozen(path)
-    model, adam = wrapped(name, tmp_path / "run")
+    model, adam = made(name, tmp_path / "run")
     if case.get("client"):
         scheduler: Any = torch.optim.lr_scheduler.StepLR(adam, 2)
     else:
@@ -128,16 +120,11 @@ def test_it_goes_on(name: str, recorded: Path, tmp_path: Path) -> None:
     assert torch.equal(model.get_buffer("shift"), torch.arange(3) / 10)
     l2 = case.get("params", {}).get("adam_w_mode") is False
     assert [group["decoupled_weight_decay"] for group in adam.param_groups] == [not l2] * 2
-    losses = []
-    for step in range(STEPS, STEPS + MORE):
+
+    def check_rates(step: int) -> None:
         assert [group["lr"] for group in adam.param_groups] == pytest.approx(told["rates"][step])
-        loss = loss_of(model, step)
-        adam.scale(loss).backward()
-        adam.step()
-        adam.zero_grad()
-        if step + 1 < len(told["rates"]):
-            scheduler.step()
-        losses.append(loss.item())
+
+    losses = losses_after(model, adam, check_rates, scheduler)
     assert losses == pytest.approx(told["losses"][STEPS:], rel=1e-5 if "dtype" not in case else 1e-4)
     infinity.close(adam)
 
@@ -153,7 +140,7 @@ def test_what_was_not_saved_stays(copied: Any, tmp_path: Path) -> None:
 
     edit(tag / "mp_rank_00_model_states.pt", leave_out)
     path, _ = import_deepspeed(str(saved), str(tmp_path / "out"))
-    model, adam = wrapped("stage2-bf16", tmp_path / "run")
+    model, adam = made("stage2-bf16", tmp_path / "run")
     with pytest.raises(StateDictError, match=r"first\.weight"):
         infinity.load(adam, path)
     infinity.load(adam, path, strict=False)
@@ -179,7 +166,7 @@ def test_no_code_of_a_file_runs(copied: Any, tmp_path: Path) -> None:
     edit(tag / "mp_rank_00_model_states.pt", lambda content: content.update(harm=[harm], kept=1))
     path, foreign = import_deepspeed(str(saved), str(tmp_path / "out"))
     assert foreign.left_out == ["the model's file['harm'][0] (shutil.copyfile)"]
-    _, adam = wrapped("stage1-fp32", tmp_path / "run")
+    _, adam = made("stage1-fp32", tmp_path / "run")
     state = infinity.load(adam, path)
     assert (state["deepspeed"]["harm"], state["deepspeed"]["kept"]) == ([None], 1)
     infinity.close(adam)

@@ -267,9 +267,6 @@ class _Sharing(nn.Module):
         # As users write it: the memory of the Parameter that stands in the module by now, or of its maker.
         self.b = nn.Parameter(self.a.data if kind == "equal" else second)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.a.sum() + self.b.sum())
-
 
 @pytest.mark.parametrize(
     ("kind", "inside"),
@@ -308,9 +305,6 @@ class _Buffered(nn.Module):
                 self.register_buffer("seen", weight.data)
             case "a row":
                 self.register_buffer("seen", weight.detach()[3], persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) @ self.seen.reshape(-1, 64).t()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("kind", "inside"), [("all", True), ("a row", False)])

@@ -14,7 +14,6 @@ import infinity
 from infinity.core.installed import OURS
 
 PACKAGE = Path(infinity.__file__).parent
-REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture

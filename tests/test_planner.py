@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import infinity
-from infinity.api.engine import engine_of
 from infinity.core.config import Config
 from infinity.core.sizes import GiB, MiB, Tier
 from infinity.planning.footprint import Budget
@@ -18,7 +14,6 @@ from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
 
 from . import inner
-from .offloaded import config_for
 
 DIMENSION = 1024
 BLOCKS = 6
@@ -155,22 +150,3 @@ def test_chunks_are_large_where_a_device_has_its_own_memory(
     drives = tuple(Drive(directory=d, free=None, system=d) for d in config.directories)
     machine = Machine(host_memory=1 << 50, device_memory=1 << 50 if staged else None, drives=drives)
     assert Planner(LARGE).plan(config, machine).chunks == CHUNKS[size]
-
-
-def test_an_engine_takes_the_chunks_that_its_plan_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first size whose leases leave room, and the bits of the other one."""
-    monkeypatch.setattr(Config, "chunk_sizes", lambda config, *, staged: (131072, 65536))
-    values = []
-    for memory, size in (("512MiB", 131072), ("16MiB", 65536)):
-        torch.manual_seed(0)
-        model: Any = torch.nn.Linear(512, 512)
-        adam = torch.optim.AdamW(model.parameters())
-        model, optimizer = infinity.wrap(model, adam, config_for(tmp_path, host_memory=memory))
-        assert engine_of(model).units[0].layout.chunks[0].numel == size
-        model(torch.ones(1, 512)).sum().backward()
-        optimizer.step()
-        values.append({name: value.clone() for name, value in model.state_dict().items()})
-        infinity.close(model)
-    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())

@@ -54,7 +54,7 @@ def optimizer() -> Iterator[torch.optim.Optimizer]:
 _model: nn.Module
 
 
-def step_of(optimizer: torch.optim.Optimizer) -> None:
+def step_of(optimizer: Any) -> None:
     _model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -296,7 +296,7 @@ def test_a_tokenizer_goes_along(tmp_path: Path) -> None:
 # -- what a run is ---------------------------------------------------------------------------------
 
 
-def test_what_a_run_says_of_itself(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+def test_what_a_run_says_of_itself(optimizer: Any, tmp_path: Path) -> None:
     state: dict[str, Any] = {"best": 1.5}
     with infinity.Run(optimizer, tmp_path / "run", state=state) as run:
         assert (run.begin, run.step, run.kept, run.saved, run.state) == (0, 0, 0, None, {})
@@ -320,7 +320,7 @@ def test_what_a_run_says_of_itself(optimizer: torch.optim.Optimizer, tmp_path: P
 
 @pytest.mark.parametrize(("made", "wanted"), [(True, 3), (False, 2)])
 def test_a_step_that_is_left_by_break_is_over_if_it_was_made(
-    made: bool, wanted: int, optimizer: torch.optim.Optimizer, tmp_path: Path
+    made: bool, wanted: int, optimizer: Any, tmp_path: Path
 ) -> None:
     with infinity.Run(optimizer, tmp_path) as run:
         for step in run.steps(9):
@@ -338,7 +338,7 @@ def test_a_step_that_is_left_by_break_is_over_if_it_was_made(
 
 @pytest.mark.parametrize(("behind", "wanted"), [(False, [0, 1, 2, 2, 3, 4]), (True, [0, 1, 2, 3, 4])])
 def test_a_step_whose_error_is_caught_counts_if_it_was_made(
-    behind: bool, wanted: list[int], optimizer: torch.optim.Optimizer, tmp_path: Path
+    behind: bool, wanted: list[int], optimizer: Any, tmp_path: Path
 ) -> None:
     """Another loop makes it again only if the optimizer has not."""
     seen: list[int] = []
@@ -359,9 +359,7 @@ def test_a_step_whose_error_is_caught_counts_if_it_was_made(
     assert (run.step, run.kept, find(str(tmp_path / "run")).step) == (5, 5, 5)
 
 
-def test_parameters_that_became_nan_do_not_cost_the_finite_ones(
-    optimizer: torch.optim.Optimizer, tmp_path: Path
-) -> None:
+def test_parameters_that_became_nan_do_not_cost_the_finite_ones(optimizer: Any, tmp_path: Path) -> None:
     def train(last: int, scale: float) -> None:
         with infinity.Run(optimizer, tmp_path, save_every=1, keep_last=2) as run:
             for _ in run.steps(last):
@@ -380,7 +378,7 @@ def test_parameters_that_became_nan_do_not_cost_the_finite_ones(
     assert all(tensor.isfinite().all() for tensor in tensors(tmp_path).values())
 
 
-def test_a_checkpoint_of_a_loop_without_a_run(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_loop_without_a_run(optimizer: Any, tmp_path: Path) -> None:
     for _ in range(4):
         step_of(optimizer)
     infinity.save(optimizer, tmp_path)
@@ -396,7 +394,7 @@ def test_a_checkpoint_of_a_loop_without_a_run(optimizer: torch.optim.Optimizer, 
     assert sorted(os.listdir(tmp_path)) == ["step-4"]
 
 
-def test_a_run_works_inside_of_its_one_block(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+def test_a_run_works_inside_of_its_one_block(optimizer: Any, tmp_path: Path) -> None:
     """Elsewhere it would save without having resumed, and without the lock of its directory."""
 
     def refused(run: infinity.Run, found: str) -> None:
@@ -422,9 +420,7 @@ def test_a_run_works_inside_of_its_one_block(optimizer: torch.optim.Optimizer, t
             run.__enter__()
 
 
-def test_a_damaged_checkpoint_says_how_the_run_goes_on(
-    optimizer: torch.optim.Optimizer, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_says_how_the_run_goes_on(optimizer: Any, tmp_path: Path) -> None:
     with infinity.Run(optimizer, tmp_path, save_every=1) as run:
         for _ in run.steps(2):
             step_of(optimizer)
@@ -438,7 +434,7 @@ def test_a_damaged_checkpoint_says_how_the_run_goes_on(
         assert run.begin == 1
 
 
-def test_what_is_not_valid_is_refused_at_once(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+def test_what_is_not_valid_is_refused_at_once(optimizer: Any, tmp_path: Path) -> None:
     wrong: list[dict[str, Any]] = [
         *({"save_every": 0}, {"save_every": 1.5}, {"save_minutes": -1}, {"keep_last": 0}),
         *({"resume": "yes"}, {"resume": 0}, {"resume": 1}, {"resume": torch.tensor(True)}),
@@ -459,9 +455,7 @@ def test_what_is_not_valid_is_refused_at_once(optimizer: torch.optim.Optimizer, 
                 run.steps(total)
 
 
-def test_handlers_are_put_back_and_those_of_others_stay(
-    optimizer: torch.optim.Optimizer, tmp_path: Path
-) -> None:
+def test_handlers_are_put_back_and_those_of_others_stay(optimizer: Any, tmp_path: Path) -> None:
     mine: list[int] = []
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, lambda number, frame: mine.append(number))
@@ -483,7 +477,7 @@ def test_handlers_are_put_back_and_those_of_others_stay(
     signal.raise_signal(signal.SIGUSR1)  # a scheduler's, which comes late, does not kill what has saved
 
 
-def test_a_run_that_has_no_handlers(optimizer: torch.optim.Optimizer, tmp_path: Path) -> None:
+def test_a_run_that_has_no_handlers(optimizer: Any, tmp_path: Path) -> None:
     """One without checkpoints, and one on another thread."""
     seen = []
 
