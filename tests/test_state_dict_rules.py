@@ -320,6 +320,24 @@ def test_each_tensor_has_a_storage_of_its_own(
         assert infinity.metrics(optimizer)["memory/held_units"] == 0
 
 
+def test_an_edit_through_a_state_dict_is_kept_on_the_device(tmp_path: Path) -> None:
+    with wrapped(tmp_path, "resident", dtype="fp32") as (model, optimizer):
+        train(model, optimizer, range(1))
+        with torch.no_grad():
+            model.state_dict()["layers.0.weight"].fill_(0.5)
+            model.state_dict()["layers.1.weight"][0].mul_(3)
+        model(torch.zeros(1, WIDTH)).backward()
+        optimizer.step()
+        assert (model.state_dict()["layers.0.weight"] - 0.5).abs().max() < 0.1
+        plain: Any = Net()
+        plain.load_state_dict(model.state_dict())
+        found = [
+            train(m, o, range(1))
+            for m, o in ((model, optimizer), (plain, torch.optim.Adam([plain.unused.bias])))
+        ]
+        assert found[0] == pytest.approx(found[1])
+
+
 def edit_one(model: Any) -> Any:
     model.state_dict()["layers.0.weight"].mul_(3)  # gone at once
 
