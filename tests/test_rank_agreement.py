@@ -122,7 +122,6 @@ EDITS = """
 from infinity.core.errors import ParameterChangedError
 edits = {
     "counted": lambda p: p.mul_(2),
-    "not counted": lambda p: p.data.mul_(2),
     "other data": lambda p: setattr(p, "data", p.data * 2),
 }
 for source in (0, 1):
@@ -162,13 +161,11 @@ if stage:  # where each rank has a copy of what is frozen
 def in_place(factor):
     with torch.no_grad():
         weight.mul_(factor)
-def data(factor):
-    weight.data.mul_(factor)
 def read_only(factor):
     with infinity.gathered(weight):
         in_place(factor)
 before = model.state_dict()["last.weight"].clone()
-ways = [in_place, data, *([] if stage else [read_only])]
+ways = [in_place, *([] if stage else [read_only])]
 ends = [step, *([lambda: infinity.save(adam, sys.argv[2] + "/never")] if sys.argv[2] else [])]
 for way in ways:
     for alone in (False, True) if way is not read_only else (False,):  # which all enter

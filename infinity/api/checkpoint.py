@@ -110,11 +110,11 @@ def settle(engine: Engine) -> None:
                 found="a block that is still open",
                 cure="leave `with infinity.gathered(...)` first",
             )
-        looked = engine.edits.check_unseen()
-        engine.edits.check_delayed(looked)
-        edited = engine.edits.found(looked)
+        engine.edits.check_unseen()
+        engine.edits.check_delayed()
+        edited = engine.edits.found()
     engine.edits.agree(edited, engine.residency)
-    engine.edits.adopt_all(found=edited)
+    engine.edits.adopt_all()
 
 
 def check_free(path: str, nbytes: int, what: str, cure: str) -> None:

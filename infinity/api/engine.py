@@ -254,19 +254,11 @@ class Engine:
             ]
             self.params.update({s.param: s for s in sharded})
             placed = plans[layout.chunks[0].id].copy_tier is Tier.DEVICE
-            anew = not all(plans[chunk.id].copy_is_master for chunk in layout.trainable_chunks)
-            watched: Collection[int] = ()
-            stays = placed if owners.world == 1 else stage < 3
-            if comm.world > 1 and stays:  # ranks have copies, which are to be equal
-                watched = range(len(sharded))
-            elif anew and stays:  # [Note: edits]
-                watched = [i for i, spec in enumerate(layout.params) if spec.trainable]
             units.append(
                 ParamUnit(
                     *(layout, sharded, device, owners, uses),
                     placed=placed,
                     stage=stage,
-                    watched=watched,
                     trains=optimizer is not None,
                 )
             )

@@ -414,9 +414,6 @@ class _Loading:
             group.update(options)
         engine.optimizer.set_counts(index["counts"])
         changed = list(self._names)
-        for unit in {engine.units[s.unit] for s in changed}:
-            if unit.on_device:
-                unit.looked({s.index for s in changed if s.unit == unit.index})
         bump(changed)
         engine.edits.given.forget(changed)
         engine.residency.refresh()

@@ -87,8 +87,5 @@ def take_over(
                 if comm.world > 1:
                     module._buffers[name] = here = here.contiguous()
                     comm.broadcast(here.view(-1))
-    for unit in units:
-        if unit.on_device:
-            unit.looked()
     if comm.world > 1:
         seed(comm)

@@ -27,7 +27,7 @@ from infinity.hardware.deferral import deferred, in_backward
 from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
-from infinity.params.unit import Look, ParamUnit, changes, looks
+from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 
 from .chunk_io import Tiers
@@ -37,7 +37,6 @@ from .update import ParamUpdate, Updater, chunk_updates
 
 #: What helps where the step cannot be made as it should.
 _LOAD = 'load the last checkpoint (`infinity.load`); and train such a loop with update="overlap"'
-_INSIDE = "in the last backward, before its update"
 
 
 class Parts(NamedTuple):
@@ -78,7 +77,6 @@ class Behind:
         self._visits: Counter[int] = Counter()  # of forwards of units whose backward has not come
         self._visited: set[int] = set()  # which had any, when the backward began: a graph may be used again
         self._came: set[ShardedParam] = set()  # gradients in this backward
-        self._looks: list[Look] = []  # at units on the device, when their update came
         for unit in self._residency.units:
             unit.note_references()
 
@@ -109,11 +107,10 @@ class Behind:
         """
         units = [u for u in self._residency.cache.forward_order() if u.layout.trainable_chunks]
         self._residency.check_blocks(unit.index for unit in units)
-        looked = self._edits.check_unseen()
-        self._edits.adopt_all(found=self._edits.found(looked))
+        self._edits.check_unseen()
+        self._edits.adopt_all()
         self._options = self._optimizer.options()
         self._came.clear()
-        self._looks.clear()
         self._visited = {unit for unit, visits in self._visits.items() if visits}
         self._updater.begin(chunk for unit in reversed(units) for chunk in unit.layout.trainable_chunks)
         self._under_way = True
@@ -149,7 +146,7 @@ class Behind:
                 present[sharded] = sharded.param.grad  # type: ignore[assignment]
         if not present:
             return
-        self._look(unit)
+        self._check_edited(unit)
         self._gradients.send(unit)
         self._residency.reshard_all({unit.index})
         # From here on it cannot be taken back.
@@ -170,19 +167,12 @@ class Behind:
         )
         self._residency.expect_updates({unit.index})
 
-    def _look(self, unit: ParamUnit) -> None:
-        """Look at a unit on the device before its update makes it anew: a hook may have edited it in this
-        backward ([Note: edits]). What torch does not count is told in `step()`.
-
-        Raises:
-            ParameterChangedError: torch has counted an edit.
-        """
-        if unit.on_device:
-            found = looks([unit])
-            for look in found:
-                if look.param.param._version != look.param.version:
-                    raise self._edited(look.param, _INSIDE)
-            self._looks += found
+    def _check_edited(self, unit: ParamUnit) -> None:
+        """Raise `ParameterChangedError` if a hook has edited a unit on the device in this backward, before
+        the unit's update: [Note: edits]."""
+        for sharded in unit.params if unit.on_device else ():
+            if sharded.spec.trainable and sharded.param._version != sharded.version:
+                raise self._edited(sharded, "in the last backward, before its update")
 
     @deferred
     def end(self) -> None:
@@ -205,7 +195,6 @@ class Behind:
     def forget(self) -> bool:
         """Forget what was updated; return whether that was anything."""
         self.pending = False
-        self._looks.clear()
         self._visits.clear()
         return self._updates.forget_used()
 
@@ -257,13 +246,7 @@ class Behind:
         for sharded in self._options:
             if sharded.param.grad is not None and sharded not in self._updates.used.get(sharded.unit, ()):
                 return self._wrong_gradient(sharded, "one that came later")
-        later = self._edits.looks()
-        differ = changes([*self._looks, *later])  # one wait for both
-        inside, after = differ[: len(self._looks)], differ[len(self._looks) :]
-        if any(inside):
-            return self._edited(self._looks[inside.index(True)].param, _INSIDE)
-        looked = {look.param for look, changed in zip(later, after, strict=True) if changed}
-        if edited := self._edits.found(looked):
+        if edited := self._edits.found():
             return self._edited(edited[0], "between the last backward and `step()`")
         return None
 

@@ -1,17 +1,17 @@
 """Edits of parameters by users: which edits the engine finds, which it keeps, and which it refuses.
 
 [Note: edits] If a parameter is placed on the device and its master elsewhere, the next update overwrites the
-parameter, from the master. An edit that torch counts shows in the parameter's version. An edit that torch
-does not count (`p.data.mul_()`, numpy) shows in the values alone. So the engine computes a checksum after
-each update, load or known edit, and compares it before the next update, save or state dict. The master takes
-over both kinds of edits. But while an update is delayed, newer values are about to replace the edited ones,
-and the edit is an error. If the compute parameters are the master, there is nothing to take over.
+parameter, from the master. An edit that torch counts shows in the parameter's version: before the next
+update, save or state dict the master takes it over. But while an update is delayed, newer values are about to
+replace the edited ones, and the edit is an error. The next update overwrites an edit that torch does not
+count (`p.data.mul_()`, numpy), unless a `gathered` block for the parameter is open. If the compute parameters
+are the master, there is nothing to take over.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from infinity.core.engine_lock import Hold
 from infinity.core.errors import ParameterChangedError
@@ -20,7 +20,7 @@ from infinity.hardware.ranks import Comm
 from infinity.params.given import Given
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
-from infinity.params.unit import Look, ParamUnit, UnitState, differing, looks, unseen
+from infinity.params.unit import ParamUnit, UnitState
 from infinity.params.uses import Use, UseKind
 
 from .chunk_io import Tiers
@@ -40,7 +40,7 @@ class Block(Use):
         source: on several ranks, the one whose edits count.
         moved: by unit, the parameters that were given other data and are bound again, not adopted yet.
         refused: those of them whose data could not be taken.
-        sums: on several ranks, by unit, checksums of what there was.
+        versions: on several ranks, by unit, torch's counts of the parameters' edits when they were compared.
     """
 
     def __init__(self, hold: Hold, named: dict[int, set[int]], source: int) -> None:
@@ -50,7 +50,7 @@ class Block(Use):
         self.source = source
         self.moved: dict[int, set[int]] = {unit: set() for unit in named}
         self.refused: dict[int, set[int]] = {unit: set() for unit in named}
-        self.sums: dict[int, list[int]] = {}
+        self.versions: dict[int, list[int]] = {}
         self.failed = False  # to end, once
 
     @property
@@ -73,23 +73,12 @@ class Edits:
         self._states = states
         self.given = Given(staged=tiers.device.staged)
 
-    def looks(self) -> list[Look]:
-        """Look at the watched parameters on the device; the host does not wait for it."""
-        return looks(unit for unit in self._tiers.units if unit.on_device and not unit.writers)
-
-    def look(self) -> set[ShardedParam]:
-        """Return the watched parameters on the device whose values are others than they were made. The device
-        reads all of them, and the host waits for that: a call looks once, and hands on what it found."""
-        return {*differing(self.looks())}
-
-    def check_delayed(self, looked: Collection[ShardedParam] | None = None) -> None:
+    def check_delayed(self) -> None:
         """Raise if a parameter on the device was edited in place while a newer version of it waits to
-        come to the front: the edit was made to values that are about to go. `looked`: what `look` found."""
-        newer = [u for u in self._tiers.units if u.on_device and self._tiers.publisher.is_newer(u)]
-        if looked is None:
-            looked = {*unseen(unit for unit in newer if not unit.writers)}
-        for unit in newer:
-            unit.check_replaced(looked)
+        come to the front: the edit was made to values that are about to go."""
+        for unit in self._tiers.units:
+            if not (unit.on_device and self._tiers.publisher.is_newer(unit)):
+                continue
             if edited := [p for p in unit.params if p.param._version != p.version]:
                 raise ParameterChangedError(
                     f"the parameter {edited[0].name!r} was edited in place while its update was delayed",
@@ -98,19 +87,15 @@ class Edits:
                     cure="call `infinity.flush`, which drops the edit, then edit inside such a block",
                 )
 
-    def found(self, looked: Collection[ShardedParam] | None = None) -> list[ShardedParam]:
-        """Return the parameters on the device that were edited. `looked`: what `look` found."""
+    def found(self) -> list[ShardedParam]:
+        """Return the parameters on the device that were edited."""
         here = [unit for unit in self._tiers.units if unit.on_device]
-        if looked is None:
-            looked = self.look()
-        return [p for unit in here for p in unit.params if p in looked or p.param._version != p.version]
+        return [p for unit in here for p in unit.params if p.param._version != p.version]
 
     @deferred
-    def agree(
-        self, edited: Sequence[ShardedParam], residency: Residency, change: Collection[int] = ()
-    ) -> None:
+    def agree(self, edited: Sequence[ShardedParam], residency: Residency) -> None:
         """Raise unless all ranks have `edited` the same parameters, to the same values, and no copies of what
-        they have slices of. Units that `change` are looked at as they do. Collective.
+        they have slices of. Collective.
 
         Raises:
             DivergenceError: they have not the same values.
@@ -119,7 +104,7 @@ class Edits:
         """
         if self._comm.world == 1:
             return
-        copies = residency.edited_copies(change)
+        copies = residency.edited_copies()
         values = {s.name: self._tiers.units[s.unit].values(s) for s in edited}
         found = agree_on_edits(self._comm, values, [u.layout.name for u in copies])
         if found:
@@ -133,11 +118,10 @@ class Edits:
             )
 
     @deferred
-    def check_unseen(self, *, unwraps: bool = False) -> set[ShardedParam]:
+    def check_unseen(self, *, unwraps: bool = False) -> None:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
-        master, without the edit. Where it is not placed on the device, an edit that torch does not count
-        is not found. Or if a copy was edited that a state dict gave out. `unwraps`: data of another shape, as
-        of a resized layer, is no edit: the cure for it is to unwrap the model. Return what `look` finds."""
+        master, without the edit. Or if a copy was edited that a state dict gave out. `unwraps`: data of
+        another shape, as of a resized layer, is no edit: the cure for it is to unwrap the model."""
         self.given.check()
         for unit in self._tiers.units:
             if not unit.on_device:
@@ -146,28 +130,16 @@ class Edits:
             for sharded in unit.params if not unit.writers else ():
                 if not unwraps or sharded.param.shape == sharded.spec.shape:
                     sharded.check(unit.storage)
-        looked = self.look()
-        for unit in self._tiers.units:
-            if unit.on_device and self._tiers.publisher.is_newer(unit):
-                unit.check_replaced(looked)
-        return looked
 
     @deferred
-    def adopt_all(
-        self, units: Collection[ParamUnit] | None = None, found: Iterable[ShardedParam] | None = None
-    ) -> None:
+    def adopt_all(self, units: Collection[ParamUnit] | None = None) -> None:
         """Take over edits of parameters on the device, of all units or of `units`, and all so far of a block
-        that keeps them. `found`: those that were edited; None: they are looked for."""
-        known: dict[int, set[int]] = {}
-        for sharded in found or ():
-            known.setdefault(sharded.unit, set()).add(sharded.index)
+        that keeps them."""
         for unit in self._tiers.units if units is None else units:
             if unit.on_device and (blocks := [b for b in unit.writers if isinstance(b, Block)]):
                 self._take(unit, blocks[-1], {p.index for p in unit.params})
-            elif unit.on_device:
-                edited = _edited(unit) if found is None else known.get(unit.index)
-                if edited:
-                    self.adopt(unit, edited)
+            elif unit.on_device and (edited := _edited(unit)):
+                self.adopt(unit, edited)
 
     @deferred
     def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
@@ -191,7 +163,6 @@ class Edits:
         for index in edited:
             unit.params[index].version = unit.params[index].param._version
         self.given.forget(unit.params[index] for index in edited)
-        unit.looked(edited)
 
     def _take(self, unit: ParamUnit, block: Block, named: set[int]) -> None:
         """Adopt the parameters in `named`, those that were given other data, and those that torch knows were
@@ -232,15 +203,16 @@ class Edits:
     ) -> tuple[set[int], ParameterChangedError | None]:
         """Give all ranks the values of the block's source. Return the parameters to adopt; and
         an error, if another rank has changed one that the source has not edited. Collective."""
-        source, before = block.source, block.sums[unit.index]
-        changed = {i for i, (a, b) in enumerate(zip(before, _sums(unit), strict=True)) if a != b}
+        source, before = block.source, block.versions[unit.index]
+        changed = {i for i, (a, b) in enumerate(zip(before, _versions(unit), strict=True)) if a != b}
+        changed |= block.moved[unit.index]
         kinds = named, edited | changed, changed
         mine = bytes(sum((i in kind) << bit for bit, kind in enumerate(kinds)) for i in range(len(before)))
         told = self._comm.exchange(f"the edits of unit {unit.layout.name!r}", mine)
         found = {i for i, of in enumerate(told[source]) if of}
         self._comm.broadcast(unit.view(0, unit.layout.gathered_nbytes), source)
         bump([p for p in unit.params if p.index in found])
-        block.sums[unit.index] = _sums(unit)
+        block.versions[unit.index] = _versions(unit)
         for rank, of_rank in enumerate(told):
             for index, of in enumerate(of_rank):
                 if of & 4 and not told[source][index] & 2:
@@ -248,8 +220,7 @@ class Edits:
                         f"the parameter {unit.params[index].name!r} was edited on rank {rank} alone, in a "
                         f"block that keeps the edits of rank {source}",
                         expected=f"edits that rank {source} makes, too: all ranks take its values",
-                        found=f"other values on rank {rank}; they are lost, and the values of rank {source} "
-                        "stay",
+                        found=f"an edit on rank {rank}; it is lost, and the values of rank {source} stay",
                         cure=f"edit on rank {source}, or `gathered(params, write=True, source={rank})`",
                     )
         return found, None
@@ -262,7 +233,7 @@ class Edits:
             unit = self._tiers.units[index]
             assert unit.state is UnitState.UNSHARDED
             if self._comm.world > 1:
-                block.sums[index] = _sums(unit)
+                block.versions[index] = _versions(unit)
             _EDITED.add(unit)
             block.writes.add(index)
 
@@ -292,13 +263,11 @@ class Edits:
         block.writes.discard(index)  # last: `end` goes by it
 
 
-def _sums(unit: ParamUnit) -> list[int]:
-    """Return a checksum of each of a unit's parameters."""
-    return [int(total) for total in unit.checksums(range(len(unit.params))).values()]
+def _versions(unit: ParamUnit) -> list[int]:
+    """Return how often torch has counted a change of each of a unit's parameters."""
+    return [sharded.param._version for sharded in unit.params]
 
 
 def _edited(unit: ParamUnit) -> set[int]:
-    """Return which parameters were edited: those whose version tells, and on the device those whose values
-    do ([Note: edits])."""
-    counted = {p.index for p in unit.params if p.param._version != p.version}
-    return counted | {p.index for p in unit.edited()} if unit.on_device else counted
+    """Return the indices of the parameters that were edited: [Note: edits]."""
+    return {p.index for p in unit.params if p.param._version != p.version}

@@ -271,16 +271,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _start_update(self) -> None:
         with told(self._comm):
-            present, looked = self._check_step()
+            present = self._check_step()
         changing = {s.unit for s in present}
         self._scaled = False
         self._gradients.stepped()
-        edited = self._edits.found(looked)
+        edited = self._edits.found()
         agree_on_step(self._comm, present, self.param_groups)
-        self._edits.agree(edited, self._residency, changing)
+        self._edits.agree(edited, self._residency)
         norm = self._norm(present)
         self.grad_norm = norm
-        self._edits.check_delayed(looked)
+        self._edits.check_delayed()
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
         self.step_was_skipped = self._skips and not math.isfinite(norm)
@@ -291,7 +291,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.skipped_steps += 1
             return
         clip = 1.0 if self._config.max_grad_norm is None else _clip(self._config.max_grad_norm, norm)
-        self._edits.adopt_all(found=edited)
+        self._edits.adopt_all()
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
         updates = self._updates(present, clip)
@@ -319,14 +319,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._good_steps = 0
                 self._gradients.rescale(min(self._gradients.scale * 2, 2.0**24))
 
-    def _check_step(self) -> tuple[list[ShardedParam], set[ShardedParam]]:
-        """Return the parameters that have a gradient, and what a look at the parameters on the device found;
-        raise where a step cannot be made."""
+    def _check_step(self) -> list[ShardedParam]:
+        """Return the parameters that have a gradient; raise where a step cannot be made."""
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             self.rule.check(group, f"param group {index}")
         present = self._present()
         self._residency.check_blocks({s.unit for s in present})
-        looked = self._edits.check_unseen()
+        self._edits.check_unseen()
         if self._fp16 and present and not self._scaled and self._gradients.are_new:
             raise PrecisionError(
                 "the fp16 gradients come from a loss that was not scaled",
@@ -334,7 +333,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 found="`loss.backward()`",
                 cure="scale the loss, or train in bf16",
             )
-        return present, looked
+        return present
 
     @property
     def delaying(self) -> bool:
@@ -512,9 +511,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             # Every rank comes here before the first broadcast of torch's.
             self.deferral.run(lambda: agree_on_broadcast(self._comm, has_model))
         self._states.check_room(always=whole)
-        looked = self._edits.check_unseen()
-        self._edits.check_delayed(looked)
-        self._edits.adopt_all(found=self._edits.found(looked))
+        self._edits.check_unseen()
+        self._edits.check_delayed()
+        self._edits.adopt_all()
         try:
             kept = [s for s in self._params.values() if s.spec.trainable]
             two = {*self._states.fronts(always=whole)}

@@ -455,10 +455,6 @@ class States:
                     if not torch.equal(tensors["copy"], new):
                         changed[sharded] = None
                     tensors["copy"].copy_(new)
-        for sharded in changed:
-            unit = self._tiers.units[sharded.unit]
-            if unit.on_device:
-                unit.looked({sharded.index})
         bump(list(changed))
         if fronts and self._residency.has_two_versions:
             self._set_fronts(fronts)

@@ -259,11 +259,11 @@ class Residency:
                     cure="leave `with infinity.gathered(...)` first",
                 )
 
-    def edited_copies(self, change: Collection[int] = ()) -> list[ParamUnit]:
+    def edited_copies(self) -> list[ParamUnit]:
         """Return the units of which each rank has a copy from its first use on, and of which this one was
-        edited; not those that `change`, which are looked at as they do."""
+        edited."""
         stay = [u for u in self.units if u.persistent and not u.on_device and u.state is UnitState.UNSHARDED]
-        return [u for u in stay if u.index not in change and not u.in_use and u.edited()]
+        return [u for u in stay if not u.in_use and u.edited()]
 
     @deferred
     def drop_copies(self, units: Iterable[ParamUnit]) -> None:
@@ -409,9 +409,7 @@ class Residency:
             )
         if unit.on_device:
             self._resume(unit)
-            unit.check_replaced()
             self._publisher.swap(unit)
-            unit.looked()
         else:
             self._idle([unit], persistent=True)
             self.cache.invalidate(unit)

@@ -28,8 +28,8 @@ import enum
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -85,8 +85,6 @@ class ParamUnit(UnitMemory):
     Args:
         placed: this rank's shard is placed on the device.
         stage: of ZeRO, for the ranks of `comm`; 0 where each has the whole unit, as one rank has.
-        watched: the parameters, by index, of which the engine notices edits that torch does not count, by a
-            checksum of their values.
         trains: whether there is an optimizer.
 
     Attributes:
@@ -104,7 +102,6 @@ class ParamUnit(UnitMemory):
         *,
         placed: bool,
         stage: int,
-        watched: Collection[int],
         trains: bool,
     ) -> None:
         apart = placed and stage == 3
@@ -125,10 +122,7 @@ class ParamUnit(UnitMemory):
         self._gather = Gather(layout.name, comm, device)
         self._arriving: Callable[[], None] | None = None
         self._warned = False
-        self._watched = frozenset(watched)
         self._trains = trains
-        #: of parameters, by index; None while the engine changes the values
-        self._sums: dict[int, int | torch.Tensor] | None = None
         self._owners: tuple[int, int, list[int]] | None = None
 
     @property
@@ -281,7 +275,6 @@ class ParamUnit(UnitMemory):
         self._memory.fill()
         self.state = UnitState.FILLED
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
-        self._sums = None
         load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.here())
         self._load = load
         loader.start(load, urgent=urgent)
@@ -323,7 +316,6 @@ class ParamUnit(UnitMemory):
     def expect(self, wait: Callable[[], None]) -> None:
         """UNSHARDED → LOADING, of a unit that is placed here: its values are about to change, and who looks
         at them `wait`s."""
-        self._sums = None
         self._arriving = wait
         self._become(UnitState.LOADING)
 
@@ -334,41 +326,21 @@ class ParamUnit(UnitMemory):
 
     def arrived(self) -> None:
         """LOADING → UNSHARDED, of a unit that is placed here: what was expected has come."""
-        if self._sums is None:
-            self.looked()
         self._become(UnitState.UNSHARDED)
         self._arriving = None
 
     def edited(self) -> list[ShardedParam]:
-        """Return the parameters that were edited outside of a block that keeps edits: where torch counts it,
-        unless the unit is placed here, as its next update takes those over; and elsewhere, of those that are
-        watched."""
-        if self.writers:
+        """Return the parameters that were edited, as torch counts it, outside of a block that keeps edits.
+        None of a unit that is placed here: its next update takes edits over."""
+        if self.writers or self.on_device:
             return []
-        counted = [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
-        if self.on_device:
-            return [p for p in self._unseen() if p not in counted]
-        return counted or self._unseen()
-
-    def _unseen(self) -> list[ShardedParam]:
-        return unseen([self])
+        return [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
 
     def check_edited(self) -> None:
         """Raise `ParameterChangedError` for what `edited` finds, unless the unit is in use and looked at
         later, or placed here: then the next update takes it over. The edits are gone then."""
         if not self.on_device and self.state in IDLE_STATES and self.edited():
             self.invalidate()
-
-    def check_replaced(self, looked: Collection[ShardedParam] | None = None) -> None:
-        """Raise `ParameterChangedError` if a parameter of this unit, which is placed here, was edited where
-        torch does not count it: a newer version is about to replace its values. `looked`: the parameters with
-        other values than they were made; None: they are looked for."""
-        if self.writers:
-            return
-        for sharded in self._unseen() if looked is None else [p for p in self.params if p in looked]:
-            if sharded.current_version == sharded.version and sharded.in_place(self.storage):
-                cure = "call `infinity.flush`, which drops the edit, then edit inside such a block"
-                raise _edit_of(sharded, "where torch does not count it", cure)
 
     def wait_loaded(self) -> None:
         """LOADING → LOADED: wait until the values are there: the device does (on a CPU, the host). Raises
@@ -389,7 +361,6 @@ class ParamUnit(UnitMemory):
             return
         if self._comm.world > 1:
             self._gather.finish(self.runs())
-            self.looked()
         self.state = UnitState.GATHERED
 
     def gather_ahead(self) -> None:
@@ -425,16 +396,8 @@ class ParamUnit(UnitMemory):
                 cure=_CURES[self._trains],
             )
 
-    def looked(self, indices: Collection[int] | None = None) -> None:
-        """Note that the values of the parameters with these `indices`, or of all, are right as they are."""
-        if self._sums is None or indices is None:
-            self._sums = self.checksums(sorted(self._watched))
-        else:
-            self._sums.update(self.checksums(sorted(self._watched.intersection(indices))))
-
     def _forget_edits(self) -> None:
         """What was edited is not to be used any more."""
-        self._sums = None
         for param in self.params:
             param.version = param.current_version
 
@@ -507,7 +470,6 @@ class ParamUnit(UnitMemory):
 
     def _free(self) -> None:
         self.state = UnitState.FILLED
-        self._sums = None
         self.drop()
         self.state = UnitState.SHARDED
 
@@ -556,44 +518,6 @@ class ParamUnit(UnitMemory):
     def load_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""
         return self._gather.is_over and (self._load is None or self._load.is_over())
-
-
-class Look(NamedTuple):
-    """A look at a parameter: checksums of what was made, and of what there is; on a device nobody has waited
-    for them."""
-
-    param: ShardedParam
-    known: Any
-    now: Any
-
-
-def looks(units: Iterable[ParamUnit]) -> list[Look]:
-    """Look at the watched parameters of `units`."""
-    found: list[Look] = []
-    for unit in units:
-        if unit._sums:
-            now = unit.checksums(unit._sums)
-            found += [Look(unit.params[i], unit._sums[i], now[i]) for i in now]
-    return found
-
-
-def changes(found: Sequence[Look]) -> list[bool]:
-    """Return of each look whether the values were others than they were made, whether torch counts that or
-    not. Waits for the device once."""
-    if found and isinstance(found[0].known, torch.Tensor):
-        known, now = (torch.stack(sums) for sums in zip(*((at.known, at.now) for at in found), strict=True))
-        return (known != now).tolist()
-    return [look.known != look.now for look in found]
-
-
-def differing(found: Sequence[Look]) -> list[ShardedParam]:
-    """Return the parameters of looks that have found `changes`."""
-    return [look.param for look, changed in zip(found, changes(found), strict=True) if changed]
-
-
-def unseen(units: Iterable[ParamUnit]) -> list[ShardedParam]:
-    """Look at the watched parameters of `units`, and return those that are `differing`."""
-    return differing(looks(units))
 
 
 def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Sequence
 
 import torch
 
-from infinity.core.sizes import SEGMENT_ELEMENTS, ceil_to
-from infinity.hardware.aio import crc32c
 from infinity.hardware.device import Device
 from infinity.planning.partition import Chunk, UnitLayout
 
@@ -38,7 +35,6 @@ class UnitMemory:
         self.layout = layout
         self.params = tuple(params)
         self.in_place = in_place
-        self._staged = device.staged
         self._memory = device.memory(layout.gathered_nbytes)
         self.storage = self._memory.storage
         self._shard = device.zeros(layout.shard_nbytes) if kept_apart else None
@@ -58,27 +54,6 @@ class UnitMemory:
     def runs(self) -> list[torch.Tensor]:
         """Return the unit's runs, as bytes."""
         return [self.view(run.begin, run.nbytes) for run in self.layout.runs]
-
-    def checksums(self, indices: Iterable[int]) -> dict[int, int | torch.Tensor]:
-        """Return a checksum of the values in the storage of each of the parameters with these `indices`. On a
-        device of its own it is still being made there when this returns."""
-        sums: dict[int, int | torch.Tensor] = {}
-        if self._staged:
-            return self._digests_of(chosen) if (chosen := tuple(indices)) else sums
-        for index in indices:
-            spec, at = self.params[index].spec, self.layout.byte_offsets[index]
-            nbytes = spec.numel * spec.dtype.itemsize
-            sums[index] = crc32c(self.view(at, nbytes).data_ptr(), nbytes)
-        return sums
-
-    def _digests_of(self, indices: tuple[int, ...]) -> dict[int, int | torch.Tensor]:
-        words = []
-        for index in indices:
-            # With what follows it up to the next parameter, which changes only where a chunk does.
-            spec = self.params[index].spec
-            nbytes = ceil_to(spec.numel, SEGMENT_ELEMENTS) * spec.dtype.itemsize
-            words.append(self.view(self.layout.byte_offsets[index], nbytes, torch.int64))
-        return dict(zip(indices, _digests(words).unbind(), strict=True))
 
     def chunk_view(self, chunk: Chunk) -> torch.Tensor:
         """Return the memory on the device where a chunk's copy is placed, in its compute dtype."""
@@ -112,41 +87,3 @@ class UnitMemory:
     def param_at(self, offset: int) -> ShardedParam:
         """Return the parameter that lies at byte `offset` of the storage."""
         return self.params[self._order[max(0, bisect.bisect_right(self._starts, offset) - 1)]]
-
-
-def _digests(words: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return numbers, int64, of flat tensors of 64-bit words: each depends on every word of one and on its
-    place.
-
-    A tensor is cut into slabs of at least `_ROWS` rows of `_COLUMNS` words, and the sums of its columns take
-    the place of a slab. A number is the sum of odd multiples of these sums, and of the words that are left
-    over, modulo 2^64. So only words of one slab whose distance is a multiple of `_COLUMNS` can change places
-    unnoticed.
-
-    The words are read once, in one launch for each large tensor and eight for all; the host does not wait.
-    What is made meanwhile takes a fortieth of the words, and at most 128 KiB for each tensor.
-    """
-    pieces = [words[0].new_zeros(1)]  # what the numbers are made of, tensor by tensor
-    lengths: list[int] = []
-    for each in words:
-        slabs = max(1, each.numel() // (_COLUMNS * _ROWS))
-        rows = each.numel() // (_COLUMNS * slabs)
-        summed = slabs * rows * _COLUMNS if rows > 1 else 0
-        parts = [each[summed:]]
-        if summed:
-            parts.append(each[:summed].view(slabs, rows, _COLUMNS).sum(1).view(-1))
-        pieces += parts
-        lengths.append(sum(part.numel() for part in parts))
-    sums = torch.cat(pieces)
-    odd = torch.arange(_ODD, _ODD + 2 * max(lengths), 2, device=sums.device)
-    sums[1:].mul_(torch.cat([odd[:n] for n in lengths]))
-    below = sums.cumsum_(0)
-    at = torch.stack([below[end] for end in itertools.accumulate(lengths, initial=0)])
-    return at[1:] - at[:-1]
-
-
-#: A prime number: what lies at one place of two rows, or of two columns, of a parameter has other columns.
-_COLUMNS: Final = 4093
-_ROWS: Final = 256
-#: The first multiplier, without a pattern: of the golden ratio, in 62 bits.
-_ODD: Final = 0x278DDE6E5FD29E37
