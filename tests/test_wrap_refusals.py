@@ -206,3 +206,29 @@ def test_a_wrapped_model_is_not_exported_by_torch(parameters: str, config: infin
         assert torch.equal(found, wanted)
     finally:
         infinity.close(model)
+
+
+def suggested(**settings: Any) -> int:
+    """Return the MiB of host memory that `wrap` suggests for eight matrices of 1024 × 1024. That is what the
+    engine takes: `wrap` succeeds with it, and not with a MiB less."""
+    host = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "host")
+
+    def wrapped(memory: int) -> Any:
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+        given = {"device": "cpu", **host, "device_memory": "64MiB", **settings}
+        config = infinity.Config(host_memory=memory << 20, **given)
+        return infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[1]
+
+    with pytest.raises(BudgetError) as caught:
+        wrapped(40)
+    found = re.search(r'host_memory="(\d+)MiB"', str(caught.value.cure))
+    assert found is not None
+    infinity.close(wrapped(int(found[1])))
+    with pytest.raises(BudgetError):
+        wrapped(int(found[1]) - 1)
+    return int(found[1])
+
+
+def test_less_is_suggested_for_moments_in_fewer_bits() -> None:
+    budgets = [suggested(optimizer_state_dtype=form) for form in ("fp32", "bf16", "8bit")]
+    assert budgets[0] > budgets[1] > budgets[2]
