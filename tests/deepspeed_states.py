@@ -15,11 +15,16 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+import infinity
+
+from .offloaded import ON_HOST, config_for
 
 ARCHIVE = Path(__file__).parent / "deepspeed.tar.xz"
 #: The steps before the checkpoint, and those after it.
@@ -87,6 +92,34 @@ def batch(step: int) -> torch.Tensor:
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     tokens = batch(step)
     return nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
+
+
+def wrapped(folder: Path, *, frozen: bool, dtype: str = "fp32", lr: float = 0.5) -> tuple[Any, Any]:
+    """A model of the engine that knows nothing of the checkpoint, with other values."""
+    model = build(frozen=frozen)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.fill_(0.25)
+    folder.mkdir(exist_ok=True)
+    adam = torch.optim.AdamW(groups_of(model), lr=lr)
+    return infinity.wrap(model, adam, config_for(folder, **{**ON_HOST, "dtype": dtype}))
+
+
+def losses_after(
+    model: Any, adam: Any, begin_step: Callable[[int], object], scheduler: Any = None
+) -> list[float]:
+    """The losses of the steps that follow the checkpoint."""
+    losses = []
+    for step in range(STEPS, STEPS + MORE):
+        begin_step(step)
+        loss = loss_of(model, step)
+        adam.scale(loss).backward()
+        adam.step()
+        adam.zero_grad()
+        if scheduler is not None and step + 1 < STEPS + MORE:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
 
 
 def config_of(case: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ A process of its own: no other test must see what these libraries import (triton
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -24,14 +23,8 @@ from .test_ecosystem import Wrap, adamw, tokens
 def liger(model: Any) -> None:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    apply_liger_kernel_to_llama(
-        rope=False,
-        rms_norm=False,
-        swiglu=False,
-        cross_entropy=False,
-        fused_linear_cross_entropy=True,
-        model=model,
-    )
+    off = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
+    apply_liger_kernel_to_llama(**off, fused_linear_cross_entropy=True, model=model)
 
 
 def cut_cross_entropy(model: Any) -> None:
@@ -59,23 +52,18 @@ def train(model: Any, wrap: Wrap) -> tuple[list[float], dict[str, torch.Tensor]]
     return losses, model.state_dict()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("head", choices=("liger", "cut-cross-entropy"))
-    parser.add_argument("packages", help="the folder that has the libraries")
-    parser.add_argument("nvme", type=Path, help="an empty folder")
-    parser.add_argument("--tied", action="store_true")
-    arguments = parser.parse_args()
-    sys.path.append(arguments.packages)
+def main(head: str, packages: str, nvme: str) -> None:
+    """`packages`: the folder that has the libraries."""
+    sys.path.append(packages)
     os.environ["TRITON_INTERPRET"] = "1"
 
     def build() -> Any:
         torch.manual_seed(0)
-        return huggingface("llama", tied=arguments.tied)
+        return huggingface("llama", tied=head != "liger")
 
     losses, parameters = train(build(), Wrap(None))
-    model, wrap = build(), Wrap(arguments.nvme)
-    (liger if arguments.head == "liger" else cut_cross_entropy)(model)
+    model, wrap = build(), Wrap(Path(nvme))
+    (liger if head == "liger" else cut_cross_entropy)(model)
     found, trained = train(model, wrap)
     equal = all(
         torch.allclose(trained[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()))
@@ -86,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import infinity
@@ -26,6 +27,7 @@ from infinity.core.errors import BudgetError, DataError
 from .architectures import ARCHITECTURES
 from .offloaded import config_for
 from .quick import quick
+from .test_export import assert_equal
 
 pytestmark = [
     pytest.mark.integration,
@@ -201,75 +203,59 @@ def trained(name: str, config: infinity.Config, adapt: Callable[[Any], None] = l
     return model, optimizer
 
 
-def equal(found: Tensors, wanted: Tensors) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
-
-
 def output_of(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         output = model.eval()(**batch)
     return [t.clone() for t in tensors(output if isinstance(output, torch.Tensor) else output[0])]
 
 
+def in_files(name: str, folder: Path) -> tuple[infinity.Config, Tensors]:
+    """Export a trained model as it is, in small shards, and by way of its checkpoint; return its values."""
+    (folder / "nvme").mkdir()
+    config = config_for(folder / "nvme", parameters="nvme")
+    model, optimizer = trained(name, config)
+    infinity.export(model, folder / "out")
+    infinity.export(model, folder / "shards", max_shard_size="20KB")
+    infinity.save(optimizer, folder / "saved")
+    wanted = {n: v.clone() for n, v in model.state_dict().items()}
+    infinity.close(model)
+    infinity.export(folder / "saved", folder / "again")
+    return config, wanted
+
+
 @pytest.mark.parametrize("name", ["UNet2DCondition", "SD3"])
 def test_diffusers_reads_what_is_exported(name: str, tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme")
-    model, optimizer = trained(name, config)
-    kind = type(model)
-    try:
-        infinity.export(model, tmp_path / "out")
-        infinity.export(model, tmp_path / "shards", max_shard_size="20KB")
-        infinity.save(optimizer, tmp_path / "saved")
-        wanted = {n: v.clone() for n, v in model.state_dict().items()}
-    finally:
-        infinity.close(model)
-    infinity.export(tmp_path / "saved", tmp_path / "again")
+    config, wanted = in_files(name, tmp_path)
+    kind = type(ARCHITECTURES[name].build())
     assert (tmp_path / "shards" / "diffusion_pytorch_model.safetensors.index.json").exists()
     for out in ("out", "shards", "again"):
-        read, info = kind.from_pretrained(tmp_path / out, output_loading_info=True)
+        read, info = kind.from_pretrained(tmp_path / out, output_loading_info=True)  # type: ignore[attr-defined]
         assert not info["unexpected_keys"]
-        equal(read.state_dict(), wanted)
+        assert_equal(read.state_dict(), wanted)
     batch = ARCHITECTURES[name].feed()
     expected = output_of(read, batch)
     for source in ("out", "shards", "saved"):
         used = infinity.inference(tmp_path / source, config)
-        try:
-            assert all(map(torch.equal, output_of(used, batch), expected))
-        finally:
-            infinity.close(used)
+        assert all(map(torch.equal, output_of(used, batch), expected))
+        infinity.close(used)
 
 
 def test_timm_reads_what_is_exported(tmp_path: Path) -> None:
     import timm  # type: ignore[import-not-found]
 
     name = "EfficientNet"
-    (tmp_path / "nvme").mkdir()
-    config = config_for(tmp_path / "nvme", parameters="nvme")
-    model, optimizer = trained(name, config)
-    try:
-        infinity.export(model, tmp_path / "out", max_shard_size="20KB")  # timm reads one file
-        infinity.save(optimizer, tmp_path / "saved")
-        wanted = {n: v.clone() for n, v in model.state_dict().items()}
-    finally:
-        infinity.close(model)
-    infinity.export(tmp_path / "saved", tmp_path / "again")
-    for out in ("out", "again"):
+    config, wanted = in_files(name, tmp_path)
+    for out in ("out", "shards", "again"):  # timm reads one file
         read = timm.create_model(f"local-dir:{tmp_path / out}", pretrained=True)
-        equal(read.state_dict(), wanted)
+        assert_equal(read.state_dict(), wanted)
     built = ARCHITECTURES[name].build()
     timm.models.load_checkpoint(built, str(tmp_path / "out" / "model.safetensors"))
-    equal(built.state_dict(), wanted)
+    assert_equal(built.state_dict(), wanted)
     with pytest.raises(DataError, match="local-dir"):
         infinity.inference(tmp_path / "out", config)
     batch = ARCHITECTURES[name].feed()
     used = infinity.inference(ARCHITECTURES[name].build(), config, weights=tmp_path / "out")
-    try:
-        assert all(map(torch.equal, output_of(used, batch), output_of(read, batch)))
-    finally:
-        infinity.close(used)
+    assert all(map(torch.equal, output_of(used, batch), output_of(read, batch)))
 
 
 def test_diffusers_reads_adapters_that_are_exported(tmp_path: Path) -> None:
@@ -293,10 +279,9 @@ def test_diffusers_reads_adapters_that_are_exported(tmp_path: Path) -> None:
             base = {n: v.clone() for n, v in base.items()}
     finally:
         model = infinity.unwrap(model)
-    safetensors = pytest.importorskip("safetensors")
     files = [tmp_path / f / "pytorch_lora_weights.safetensors" for f in ("out", "theirs")]
+    assert_equal(load_file(files[0]), load_file(files[1]))
     with safetensors.safe_open(files[0], "pt") as ours, safetensors.safe_open(files[1], "pt") as theirs:
-        equal({n: ours.get_tensor(n) for n in ours.keys()}, {n: theirs.get_tensor(n) for n in theirs.keys()})  # noqa: SIM118
         found, wanted = (json.loads(f.metadata()["lora_adapter_metadata"]) for f in (ours, theirs))
         assert {**found, "target_modules": 0} == {**wanted, "target_modules": 0}
     fresh: Any = ARCHITECTURES["SD3"].build()

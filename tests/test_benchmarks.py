@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,31 +33,6 @@ def script(name: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
 
 
 # ---- bounds ----
-
-
-def test_the_bound_of_each_update_mode() -> None:
-    steps = importlib.import_module("steps")
-    bound, found = steps.bound, steps.Measured(forward=1.0, backward=2.0, adam=0.5, moved=10.0, nvme_rate=1.0)
-    assert found.nvme == 10.0
-    assert bound("sync", found) == 1 + 2 + 10
-    assert bound("overlap", found) == 2 + 10
-    assert bound("delayed", found) == 10
-    assert bound("backward", found) == 1 + 10
-    ahead = dataclasses.replace(found, read_ahead=1.5)
-    assert bound("sync", ahead) == 1 + 2 + 8.5
-    assert bound("overlap", ahead) == 2 + 8.5
-    assert bound("delayed", ahead) == 10
-    # A backward hides no more than it lasts, a forward no more than itself.
-    much = dataclasses.replace(found, read_ahead=100.0, copies=100.0, gradients=1.0)
-    assert bound("overlap", much) == 2 + 8
-    assert bound("sync", much) == 1 + 2 + 7
-    assert bound("backward", much) == 1 + 9
-    # Without a drive the kernel is left.
-    kernel = steps.Measured(forward=1.0, backward=2.0, adam=0.5)
-    assert bound("sync", kernel) == 3.5
-    assert bound("overlap", kernel) == 3.0
-    assert bound("overlap", dataclasses.replace(kernel, adam=1.25)) == 3.25
-    assert bound("delayed", kernel) == bound("backward", kernel) == 3.0
 
 
 def test_every_placement_and_update_mode_is_one_of_the_engine(tmp_path: Path) -> None:
@@ -103,51 +76,6 @@ def test_a_race_and_a_peer_that_crashes(tmp_path: Path) -> None:
     assert set(group["speedups"]["infinity-overlap"]) == {"of_torch"}
     assert group["wanted"]["infinity-overlap"]["of_bound"] == 1.15
     assert "of its bound" in said
-    assert list(place.iterdir()) == []
-
-
-#: Scripts that only the night runs: what they are told, and a part of the result with the keys it must have.
-NIGHTLY: dict[str, tuple[str, str, str]] = {
-    "inference.py": ("--layers 3 --positions 32 --rounds 2 --warmup 0 --burst 3", "table", "infinity torch"),
-    "whole_step.py": (
-        "--rounds 2 --warmup 1 --modes state-on-nvme all-on-host --update overlap delayed --burst 2",
-        "placements",
-        "state-on-nvme all-on-host",
-    ),
-    "ranks.py": ("--rounds 1 --warmup 1 --burst 2 --contestants infinity-nvme fsdp2", "dtypes", "fp32"),
-    "visits.py": ("--units 3 5 --rounds 1 --warmup 1", "microseconds_of_a_visit", "3 5"),
-    "optimizer_step.py": ("--rounds 2 --warmup 1", "table", "step merely"),
-    "adam.py": ("--params 300000 --repetitions 7 --threads 1", "ratios", "of_ceiling of_torch"),
-    "io_fio.py": (
-        "--nbytes 67108864 --block 65536 --depth 4 --ticket 262144 --seconds 0.05 --repeats 2",
-        "table",
-        "read write mixed",
-    ),
-    "against_commit.py": (
-        f"--old {ROOT} --burst 1 --warmup 1 --rounds 2 --most 2 --fresh 1 --cases state-on-nvme",
-        "cases",
-        "state-on-nvme",
-    ),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", NIGHTLY)
-def test_a_benchmark_writes_its_result(name: str, tmp_path: Path) -> None:
-    told, part, keys = NIGHTLY[name]
-    if name == "io_fio.py" and shutil.which("fio") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("fio is not installed")
-    output, place = tmp_path / "r.json", tmp_path / "d"
-    place.mkdir()
-    size = [] if name in ("adam.py", "io_fio.py", "visits.py") else TINY
-    where = [] if name in ("adam.py", "visits.py") else ["--directory", str(place)]
-    # With two pairs a case of `against_commit.py` may well fall short.
-    codes = (0, 1) if name == "against_commit.py" else (0,)
-    script(name, *size, *told.split(), *where, "--output", str(output), codes=codes)
-    result = json.loads(output.read_text())
-    assert set(result[part]) >= {*keys.split()}
-    assert result.get("same_tokens", True)
-    assert all(each["same_work"] for each in result.get("dtypes", {}).values())
     assert list(place.iterdir()) == []
 
 

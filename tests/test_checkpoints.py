@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ import infinity
 from infinity.core.errors import DirectoryError, StateDictError
 
 from .offloaded import ON_DEVICE, ON_HOST, ON_NVME, config_for
+
+
+class Odd(list[Any]):
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def small(folder: Path, **settings: Any) -> tuple[nn.Module, Any]:
@@ -38,12 +43,7 @@ def test_generators_schedulers_and_values_go_on(tmp_path: Path) -> None:
         torch.optim.lr_scheduler.MultiStepLR(adam, [2, 3]),
         torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (step + 1)),
     ]
-    values = {
-        "none": None, "count": 3, "rate": 0.1, "name": "ü", "flags": (True, False), "bytes": b"\0\1",
-        "empty": b"", "list": [1, [2.5]], "by number": {1: "one", (2, 3): "two"}, "$odd": {"$tuple": 1},
-        "tensor": torch.arange(5).bfloat16(), "array": np.arange(6).reshape(2, 3), "nan": float("inf"),
-        "scalar": np.float32(2), "empty tensor": torch.zeros(0, 3),
-    }  # fmt: skip
+    values = {"name": "ü", "flags": (True, [2.5]), "array": np.arange(6).reshape(2, 3), "none": None}
     for _ in range(3):
         step(model, adam)
         for scheduler in schedulers:
@@ -66,14 +66,7 @@ def test_generators_schedulers_and_values_go_on(tmp_path: Path) -> None:
     found = again["values"]
     assert found.keys() == values.keys() == given["values"].keys()
     for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(found[name], value)
-            assert found[name].dtype is value.dtype
-        elif isinstance(value, np.ndarray):
-            assert np.array_equal(found[name], value)
-            assert found[name].dtype == value.dtype
-        else:
-            assert found[name] == value, name
+        assert np.array_equal(found[name], value) if name == "array" else found[name] == value, name
     assert again["schedulers"].milestones == schedulers[0].milestones
     assert again["schedulers"].last_epoch == again["second"].last_epoch == 3
 
@@ -151,7 +144,7 @@ def test_param_groups_must_be_those_that_were_saved(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     _, adam = small(tmp_path / "a")
-    loop: list[Any] = []
+    loop, no = list[Any](), "cannot be saved"
     loop.append(loop)
     for value, place in [
         (object(), r"state\['x'\]"),
@@ -161,6 +154,8 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         (torch.zeros(2, 2).to_sparse(), "sparse"),
         (np.arange(3, dtype=">i4"), "numpy array of >i4"),
         (torch.Size([1]), "Size"),
+        *((value, no) for value in ({Odd()}, {(1, Odd()): 2}, collections.Counter([Odd()]), 1j, nn.Linear)),
+        *((value, no) for value in (10**5000, -(10**5000), np.longdouble(1), np.ma.array([1], mask=[True]))),
     ]:
         with pytest.raises(StateDictError, match=place):
             infinity.save(adam, tmp_path / "saved", state={"x": value})

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 
 from infinity.cli.main import VERBS, cli, run, show_error
-from infinity.cli.settings import parse_placement, read_run
 from infinity.core.errors import ConfigError
 from infinity.version import __version__
 
@@ -138,16 +135,6 @@ def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert of_two["wear"]["rated_bytes"] == result["wear"]["rated_bytes"] == 600e12
 
 
-def test_plan_of_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    code, result = plan(capsys, "--host-memory", "100KB")
-    assert code == 1
-    assert not result["fits"]
-    assert result["problems"][0]["tier"] == "host"
-    assert "--host-memory" in result["problems"][0]["cure"]
-    assert run(["plan", *SMALL, "--host-memory", "100KB"]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
-
-
 def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     everything = [f"--{k}=nvme" for k in ("parameters", "optimizer-state", "gradients")]
     machine = ["--machine", MACHINE, "--nvme", "/mnt/nvme0", "--batch", "1", "--recompute"]
@@ -202,35 +189,6 @@ def test_an_output_that_takes_no_more(to: str, form: str, code: int, said: str) 
     assert (done.returncode, done.stderr) == (code, said)
 
 
-_BEGIN = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-from infinity.__main__ import main
-from infinity.cli.ending import begin
-begin()
-print(flush=True)
-sys.argv = ["infinity", "verify", "--json", "--nvme", sys.argv[1]]
-main()
-"""
-
-
-def test_an_interrupt_while_it_begins(tmp_path: Path) -> None:
-    """What is imported makes other errors of an exception."""
-    for delay in (0.2, 0.8):
-        child = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(delay)
-        child.send_signal(signal.SIGINT)
-        error = child.communicate(timeout=120)[1]
-        assert (child.returncode, error) == (130, "interrupted\n"), delay
-
-
 def test_no_terminal_is_too_plain(tmp_path: Path) -> None:
     """A locale without UTF-8, and a directory whose name needs it."""
     drive = tmp_path / "größe-大"
@@ -262,12 +220,3 @@ def test_no_terminal_is_too_plain(tmp_path: Path) -> None:
     assert [int(line[2:-2]) for line in shown.splitlines() if line.startswith("< ")] == [0, 0, 0, 2]
     assert "MiB \\xd7 " in shown
     assert "×".encode() not in done.stdout
-
-
-def test_settings_of_a_run() -> None:
-    assert parse_placement("nvme") == "nvme"
-    assert parse_placement("host:0.3, nvme:0.7") == {"host": 0.3, "nvme": 0.7}
-    with pytest.raises(ConfigError):
-        parse_placement("host:most")
-    with pytest.raises(ConfigError, match="dimensions of its own"):
-        read_run({"init_from": "/model", "layers": 3})

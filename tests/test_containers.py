@@ -25,25 +25,10 @@ import pytest
 from .command_line import need_root
 from .ranks import all_well, run_ranks
 
+_NAMES = ["io_setup", "io_submit", "io_getevents", "statx", "memfd_create", "fallocate", "sched_getaffinity"]
 _NUMBERS = {
-    "x86_64": {
-        "io_setup": 206,
-        "io_submit": 209,
-        "io_getevents": 208,
-        "statx": 332,
-        "memfd_create": 319,
-        "fallocate": 285,
-        "sched_getaffinity": 204,
-    },
-    "aarch64": {
-        "io_setup": 0,
-        "io_submit": 2,
-        "io_getevents": 4,
-        "statx": 291,
-        "memfd_create": 279,
-        "fallocate": 47,
-        "sched_getaffinity": 123,
-    },
+    "x86_64": dict(zip(_NAMES, (206, 209, 208, 332, 319, 285, 204), strict=True)),
+    "aarch64": dict(zip(_NAMES, (0, 2, 4, 291, 279, 47, 123), strict=True)),
 }
 _SAME = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
 _MACHINE = os.uname().machine

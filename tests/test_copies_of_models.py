@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.data import DataLoader
 
 import infinity
@@ -165,6 +166,8 @@ def test_the_optimizer_from_before_wrap_says_which_to_use(tmp_path: Path) -> Non
     for call in (old.state_dict, lambda: old.load_state_dict(optimizer.state_dict())):
         with pytest.raises(WrapError, match="the optimizer that `wrap` returned"):
             call()
+    with pytest.raises(WrapError, match="has taken over the state"):
+        get_optimizer_state_dict(model, old)
     for set_to_none in (False, True):  # means the same
         old.zero_grad(set_to_none)
         for p in model.parameters():

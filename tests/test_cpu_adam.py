@@ -16,6 +16,7 @@ from infinity.core.errors import ConfigError, ParameterError
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import adam_reference, cpu_adam
 
+from .command_line import python
 from .device_bits import (
     CHECKS,
     DTYPES,
@@ -29,7 +30,6 @@ from .device_bits import (
     update,
     values,
 )
-from .forked import run_forked
 
 ISAS = cpu_adam.available_isas()
 
@@ -287,9 +287,9 @@ except ConfigError as error:
 
 
 def test_the_environment_forces_an_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, said = run_forked(FORCED)
-    assert code == 0, said
-    assert "unknown instruction set" in said
+    done = python("-c", FORCED)
+    assert done.returncode == 0, done.stderr
+    assert "unknown instruction set" in done.stdout
     with pytest.raises(ConfigError, match="unknown"):
         cpu_adam.set_isa("AVX2")
     before = cpu_adam.isa()

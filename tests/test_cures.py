@@ -102,6 +102,7 @@ def check_cures(
 
 
 BUDGETS = {
+    "no directory": ["--parameters", "nvme", *CHUNKS],
     "too little host memory": ["--host-memory", "2MiB", "--device-memory", "16MiB", *CHUNKS],
     "too little device memory": ["--host-memory", "64MiB", "--device-memory", "128KiB", *CHUNKS],
     "chunks that are too large": [*ON_NVME, "--host-memory", "3MiB", "--device-memory", "16MiB"],
@@ -116,13 +117,9 @@ BUDGETS = {
 @pytest.mark.parametrize("case", BUDGETS)
 def test_budgets(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     with drives(64 * MiB) as [drive]:
-        check_cures(capsys, [*SMALL, *SHORT, *BUDGETS[case], "--nvme", drive])
-
-
-@pytest.mark.root
-def test_nvme_without_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    found = check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, "--parameters", "nvme"])
-    assert any("--nvme DIR" in words for words in found)
+        named = [] if case == "no directory" else ["--nvme", drive]
+        found = check_cures(capsys, [*SMALL, *SHORT, *BUDGETS[case], *named])
+    assert named or any("--nvme DIR" in words for words in found)
 
 
 @pytest.mark.root
@@ -223,31 +220,25 @@ def test_wrap(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_wrap_on_a_full_drive() -> None:
-    places = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
-    budgets = {"device": "cpu", "chunk_elements": 65536, "host_memory": "64MiB", "device_memory": "8MiB"}
+    """Each cure works, and freeing what it says is enough."""
+    given = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
+    given |= {"device": "cpu", "host_memory": "64MiB", "device_memory": "8MiB"}
     with drives(3 * MiB, 64 * MiB) as both:
         for directories in (both[:1], both):
-            config = infinity.Config(**places, **budgets, nvme=directories)
+            config = infinity.Config(**given, chunk_elements=65536, nvme=directories)
             found = check_wrap(config, DirectoryError)
             assert found[0].startswith("free ")
             assert any("nvme=" in words for words in found)
-
-
-@pytest.mark.root
-def test_freeing_what_a_full_drive_says_is_enough() -> None:
-    places = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
-    config = {"device": "cpu", "chunk_elements": 65536, "host_memory": "64MiB", "device_memory": "8MiB"}
     with drives(12 * MiB) as [drive]:
-        used = Path(drive, "mine")
+        config, used = infinity.Config(**given, chunk_elements=65536, nvme=drive), Path(drive, "mine")
         used.write_bytes(bytes(8 * MiB))
         with pytest.raises(DirectoryError) as caught:
-            train_once(infinity.Config(**places, **config, nvme=drive))
+            train_once(config)
         assert caught.value.errno == errno.ENOSPC
         size = re.match(r"free ([\d.]+ \w+) there", str(caught.value.cure))
         assert size is not None
-        with used.open("r+b") as file:
-            file.truncate(8 * MiB - parse_size(size[1]) - 64 * 1024)  # it is printed with two digits
-        train_once(infinity.Config(**places, **config, nvme=drive))
+        os.truncate(used, 8 * MiB - parse_size(size[1]) - 64 * 1024)  # it is printed with two digits
+        train_once(config)
 
 
 def test_memory_that_the_system_does_not_have() -> None:
@@ -270,23 +261,6 @@ def test_init_on_a_full_drive() -> None:
 
 
 # -- in the words of who asks -----------------------------------------------------------------------
-
-
-def test_cures_are_in_the_words_of_who_asked(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        infinity.Config(optimizer_state="nvme")
-    assert raised.value.cure == 'nvme="/path/on/a/drive", or optimizer_state="host"'
-    small = ["--layers", "1", "--width", "64", "--heads", "2", "--device", "cpu"]
-    command = ["plan", *small, "--optimizer-state", "nvme"]
-    assert run([*command, "--json"]) == 1
-    cure = json.loads(capsys.readouterr().out)["problems"][0]["cure"]
-    assert "--nvme DIR" in cure
-    assert "nvme=" not in cure
-    assert run([*command, "--nvme", nvme]) == 0
-    assert run([*command, "--optimizer-state", "host"]) == 0
-    capsys.readouterr()
-    assert run([*command, "--nvme", f"{nvme}/missing"]) == 2
-    assert "nvme=" not in capsys.readouterr().err
 
 
 def test_an_address_is_no_path(nvme: str, capsys: pytest.CaptureFixture[str]) -> None:

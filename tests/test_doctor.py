@@ -15,20 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
-import infinity
-from infinity.api.engine import engine_of
 from infinity.cli import doctor, medium
 from infinity.cli.doctor import Finding, directory, doctor_command, examine
 from infinity.cli.main import run
-from infinity.cli.tune import remember
-from infinity.core.config import Config
 from infinity.core.errors import BuildError
-from infinity.core.sizes import KiB
 from infinity.hardware import cpu_adam, probe
-from infinity.hardware.tuned import TunedSettings, drive_key
+from infinity.hardware.tuned import drive_key
 
 from .command_line import ROOT, mounted, old_arena, python
 
@@ -127,26 +121,12 @@ def test_what_is_installed_under_the_name(monkeypatch: pytest.MonkeyPatch) -> No
         assert by_name(doctor.package())["distribution"].status == "warning"
 
 
-def test_a_native_part_that_is_missing_refused_or_forced_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = {
-        "libaio": "libaio.so.1 is not installed",
-        "syscall": "no contexts left: fs.aio-nr has reached fs.aio-max-nr",
-        "uring": "refused (seccomp, or kernel.io_uring_disabled)",
-        "threads": "ok",
-    }
-    monkeypatch.setattr("infinity.hardware.aio.available_backends", lambda path=None: verdicts)
+def test_a_native_part_that_is_missing_or_forced_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_containers.py has what is refused."""
     monkeypatch.setattr(cpu_adam, "isa", lambda: "scalar")
     monkeypatch.setattr(cpu_adam, "available_isas", lambda: ("scalar", "avx2"))
     monkeypatch.setenv("INFINITY_ISA", "scalar")
     found = by_name(doctor.native())
-    assert found["backend threads"].status == "ok"
-    for name, cure in (
-        ("libaio", "libaio1"),
-        ("syscall", "fs.aio-max-nr"),
-        ("uring", "io_uring_setup"),
-    ):
-        assert found[f"backend {name}"].status == "warning"
-        assert cure in str(found[f"backend {name}"].cure)
     adam = found["native Adam"]
     assert (adam.status, adam.cure) == ("warning", "unset INFINITY_ISA")
     assert "INFINITY_ISA=scalar" in adam.found
@@ -164,33 +144,25 @@ def test_a_native_part_that_is_missing_refused_or_forced_low(monkeypatch: pytest
 # ---- limits, nodes ----
 
 
-def test_low_limits_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "memlock_limit", lambda: 8 << 20)
-    monkeypatch.setattr(doctor, "aio_contexts", lambda: (65000, 65536))
+def test_low_limits_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of locked memory, of a cgroup (the tightest above counts) and of aio contexts."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    folders = (tmp_path / "a" / "b", tmp_path / "a", tmp_path)
+    monkeypatch.setattr(probe, "_cgroups", lambda: [(f, "memory.max", "memory.current") for f in folders])
     monkeypatch.setattr(probe, "available_host_memory", lambda: 1 << 30)
-    monkeypatch.setattr(probe, "cgroup_memory_limit", lambda: 2 << 30)
-    found = by_name(doctor.memory())
-    assert {found[name].status for name in ("memlock", "aio-max-nr", "host memory")} == {"warning"}
-    assert "2.00 GiB" in found["cgroup"].found
-    monkeypatch.setattr(doctor, "aio_contexts", lambda: None)
-    assert by_name(doctor.memory())["aio-max-nr"].status == "warning"
-
-
-def test_the_limits_of_locked_memory_and_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    below = tmp_path / "a" / "b"
-    below.mkdir(parents=True)
-    (below / "memory.max").write_text("max\n")
-    places = [(folder, "memory.max", "memory.current") for folder in (below, tmp_path / "a", tmp_path)]
-    monkeypatch.setattr(probe, "_cgroups", lambda: places)
-    for text, limit in ((f"{1 << 30}\n", 1 << 30), ("max\n", None)):  # the tightest above
+    for capabilities, locked in (("0000000000004000", None), ("0000000000000000", 65536)):  # CAP_IPC_LOCK
+        with monkeypatch.context() as patch:
+            patch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+            patch.setattr(probe.Path, "read_text", lambda self, c=capabilities: f"CapEff:\t{c}\n")
+            assert doctor.memlock_limit() == locked
+    for text, contexts in ((f"{2 << 30}\n", (65000, 65536)), ("max\n", None)):
         (tmp_path / "a" / "memory.max").write_text(text)
-        assert probe.cgroup_memory_limit() == limit
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert doctor.memlock_limit() is None
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    for capabilities, locked in (("0000000000000000", 65536), ("0000000000004000", None)):  # CAP_IPC_LOCK
-        monkeypatch.setattr(probe.Path, "read_text", lambda self, c=capabilities: f"CapEff:\t{c}\n")
-        assert doctor.memlock_limit() == locked
+        monkeypatch.setattr(doctor, "aio_contexts", lambda contexts=contexts: contexts)
+        monkeypatch.setattr(doctor, "memlock_limit", lambda: 8 << 20)
+        found = by_name(doctor.memory())
+        assert {found[name].status for name in ("memlock", "aio-max-nr", "host memory")} == {"warning"}
+        assert ("2.00 GiB" in found["cgroup"].found) == (contexts is not None)
 
 
 @pytest.mark.gpu
@@ -321,11 +293,9 @@ def test_mount_points_and_serial_numbers_are_read(tmp_path: Path, monkeypatch: p
     part = disk / "nvme0n1p1"
     for folder in (disk / "device", disk / "queue", part):
         folder.mkdir(parents=True)
-    (tmp_path / "sys" / "node0" / "numa_node").write_text("1\n")
-    (disk / "device" / "model").write_text("Fast SSD   \n")
-    (disk / "device" / "serial").write_text("S123\n")
-    (disk / "queue" / "rotational").write_text("0\n")
-    (part / "partition").write_text("1\n")
+    texts = {"device/model": "Fast SSD   ", "device/serial": "S123", "queue/rotational": "0"}
+    for name, text in {**texts, "nvme0n1p1/partition": "1", "../numa_node": "1"}.items():
+        (disk / name).write_text(f"{text}\n")
     number = os.stat(tmp_path).st_dev
     name = f"{os.major(number)}:{os.minor(number)}"
     (tmp_path / "block").mkdir()
@@ -347,27 +317,3 @@ def test_mount_points_and_serial_numbers_are_read(tmp_path: Path, monkeypatch: p
     root = probe.mount_of("/mnt/my drives")
     assert root is not None
     assert root.point == "/"
-
-
-def test_auto_takes_what_doctor_says(tmp_path: Path) -> None:
-    place = str(tmp_path)
-
-    def of_a_run() -> str:
-        places = dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme")
-        config = Config(nvme=place, device="cpu", dtype="fp32", **places)  # type: ignore[arg-type]
-        model = torch.nn.Linear(8, 8)
-        model, optimizer = infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-        (ring,) = engine_of(optimizer).store._rings
-        text = f"auto takes {ring.backend}, {ring.block_bytes // KiB} KiB × {ring.queue_depth}"
-        infinity.close(model)
-        return text.replace("1024 KiB", "1.00 MiB").replace("512 KiB", "512.00 KiB")
-
-    seen = set()
-    for backend in (None, "threads", "gone"):
-        if backend is not None:
-            remember(place, TunedSettings(512 * KiB, 8, backend, 2), {"score_bytes_per_second": 1e9})
-            assert f"{backend}, 512.00 KiB × 8" in of(place)[f"{place}: tuned"].found
-        said = of(place)[f"{place}: backend"].found
-        assert said.startswith(of_a_run())
-        seen.add(said)
-    assert len(seen) == 2  # a backend that is not there is as if nothing was found

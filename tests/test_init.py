@@ -137,21 +137,6 @@ def test_without_an_nvme_directory_the_temporary_one_is_used(
     assert extent.file.directory == str(tmp_path)
 
 
-def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_open = os.open
-
-    def refuse(path: str, flags: int, mode: int = 0o777, **rest: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        return plain_open(path, flags, mode, **rest)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with init(Config(nvme=tmp_path)):
-        model = nn.Linear(100, 100)
-    assert scratch_extent(model.weight) is not None
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, number in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
@@ -282,9 +267,6 @@ class _Sharing(nn.Module):
         # As users write it: the memory of the Parameter that stands in the module by now, or of its maker.
         self.b = nn.Parameter(self.a.data if kind == "equal" else second)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (self.a.sum() + self.b.sum())
-
 
 @pytest.mark.parametrize(
     ("kind", "inside"),
@@ -323,9 +305,6 @@ class _Buffered(nn.Module):
                 self.register_buffer("seen", weight.data)
             case "a row":
                 self.register_buffer("seen", weight.detach()[3], persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) @ self.seen.reshape(-1, 64).t()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("kind", "inside"), [("all", True), ("a row", False)])

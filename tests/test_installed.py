@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ import infinity
 from infinity.core.installed import OURS
 
 PACKAGE = Path(infinity.__file__).parent
-REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -77,18 +75,3 @@ def test_another_package_of_this_name_elsewhere_is_an_error(site: Path, tmp_path
     done = _run(site, "-c", script, str(tmp_path / "megatrain"))
     assert "BuildError: two packages on the path are named `infinity`" in done.stderr
     assert str(tmp_path / "megatrain" / "infinity") in done.stderr
-
-
-@pytest.mark.nightly
-def test_a_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
-    shutil.copytree(
-        REPOSITORY, tmp_path / "copy", ignore=shutil.ignore_patterns(".venv", ".git", "build", "*.so")
-    )
-    command = ["make", "wheels", f"VENV={sys.prefix}"]
-    more: dict[str, Any] = {
-        "env": {k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-        "timeout": 1800,
-    }
-    done = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True, check=False, **more)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "manylinux" in done.stdout

@@ -1,9 +1,11 @@
-"""`offloaded(Trainer)` does what Trainer does: the same losses, weights, checkpoints and best model."""
+"""`engine(Trainer)` does what Trainer does: the same losses, weights, checkpoints and best model."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +21,6 @@ from infinity.core.errors import (
     ConfigError,
     CorruptionError,
     DirectoryError,
-    ReleasedParameterError,
 )
 from infinity.integrations.deepspeed import config_from, scheduler_from
 
@@ -32,17 +33,22 @@ STEPS = 7
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-@pytest.fixture
-def transformers() -> Any:
+def plain() -> Any:
+    """transformers.Trainer itself."""
     need("accelerate")
-    return need("transformers")
+    return need("transformers").Trainer
 
 
-@pytest.fixture
-def offloaded(transformers: Any) -> Any:
+def engine(cls: Any = None) -> Any:
     from infinity.integrations.transformers import offloaded
 
-    return offloaded
+    return offloaded(plain() if cls is None else cls)
+
+
+def run_of(folder: Path, config: Any, **settings: Any) -> Any:
+    """A trainer of the engine, which has not trained yet."""
+    cls, args = engine(), need("transformers").TrainingArguments(**arguments(folder, **settings))
+    return cls(llama(), args, train_dataset=examples(), infinity=config)
 
 
 def with_dropout(seed: int = 0) -> Any:
@@ -113,11 +119,9 @@ EVALUATING = {
     ],
     ids=["plain", "accumulation", "best"],
 )
-def test_it_does_what_trainer_does(
-    settings: Any, transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    wanted = Trained(transformers.Trainer, tmp_path / "torch", **settings)
-    found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config, **settings)
+def test_it_does_what_trainer_does(settings: Any, config: Any, tmp_path: Path) -> None:
+    wanted = Trained(plain(), tmp_path / "torch", **settings)
+    found = Trained(engine(), tmp_path / "engine", config, **settings)
     assert len(wanted.seen.losses) == STEPS
     assert found.seen.losses == pytest.approx(wanted.seen.losses, rel=1e-5)
     assert found.seen.norms == pytest.approx(wanted.seen.norms, rel=1e-4)
@@ -126,57 +130,25 @@ def test_it_does_what_trainer_does(
     assert found.checkpoints == wanted.checkpoints
     if "load_best_model_at_end" in settings:
         assert Path(found.best).name == Path(wanted.best).name == "checkpoint-2"
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "engine" / "final")
+    saved = need("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "engine" / "final")
     torch.testing.assert_close(dict(saved.state_dict()), found.seen.state, rtol=0, atol=0)
+    if "save_steps" in settings:
+        infinity.export(Path(found.args.output_dir, found.checkpoints[-1], "infinity"), tmp_path / "exported")
+        saved = need("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+        assert found.best or torch.equal(saved.lm_head.weight, found.seen.state["lm_head.weight"])
 
 
-def test_it_resumes_in_the_middle_of_an_epoch(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    trainer, out = offloaded(transformers.Trainer), tmp_path / "out"
-    settings = {**SAVING, "gradient_accumulation_steps": 2, "save_total_limit": 2}
-    whole = Trained(trainer, tmp_path / "whole", config, **SAVING, gradient_accumulation_steps=2)
-    shutil.copytree(tmp_path / "whole", out)
-    (out / "checkpoint-6" / "trainer_state.json").write_text("{")  # a save that was killed
-    (out / f"checkpoint-{STEPS}" / "trainer_state.json").unlink()
-    (out / "checkpoint-1").mkdir()  # of somebody else
-    rest = Trained(trainer, out, config, resume=True, model=with_dropout(5), **settings)
-    assert rest.checkpoints == ["checkpoint-1", "checkpoint-6", f"checkpoint-{STEPS}"]
-    infinity.export(out / f"checkpoint-{STEPS}" / "infinity", tmp_path / "exported")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
-    torch.testing.assert_close(dict(exported), rest.seen.state, rtol=0, atol=0)
-    assert (rest.seen.losses, rest.seen.norms) == (whole.seen.losses[4:], whole.seen.norms[4:])
-    assert all(map(torch.equal, rest.seen.state.values(), whole.seen.state.values()))
-
-
-def test_nothing_is_trained_from_the_last_step_on(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    """Trainer itself would make one step more."""
-    cls, settings = offloaded(transformers.Trainer), {**SAVING, **EVALUATING, "save_steps": STEPS}
-    settings["eval_steps"] = STEPS
-    first = Trained(cls, tmp_path / "out", config, **settings)
-    again = Trained(cls, tmp_path / "out", config, resume=True, **settings)
-    assert again.seen.losses == []
-    assert again.trainer.state.global_step == STEPS
-    assert again.best == first.best
-    torch.testing.assert_close(again.seen.state, first.seen.state, rtol=0, atol=0)
-    assert again.checkpoints == first.checkpoints
-
-
-def test_it_resumes_from_a_checkpoint_of_trainer(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    wanted = Trained(transformers.Trainer, tmp_path / "out", **SAVING)
+def test_it_resumes_from_a_checkpoint_of_trainer(config: Any, tmp_path: Path) -> None:
+    wanted = Trained(plain(), tmp_path / "out", **SAVING)
     shutil.rmtree(tmp_path / "out" / f"checkpoint-{STEPS}")
-    trainer = offloaded(transformers.Trainer)
+    trainer = engine()
     found = Trained(trainer, tmp_path / "out", config, resume=True, model=with_dropout(5), **SAVING)
     assert found.seen.losses == pytest.approx(wanted.seen.losses[6:], rel=1e-5)
     torch.testing.assert_close(found.seen.state, wanted.seen.state, rtol=1e-4, atol=1e-5)
 
 
 def test_a_save_that_fails_removes_nothing(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[Any] = []
 
@@ -187,23 +159,19 @@ def test_a_save_that_fails_removes_nothing(
         return save(optimizer, path, **given)
 
     monkeypatch.setattr(infinity, "save", save)
-    run = offloaded(transformers.Trainer)(
-        llama(),
-        transformers.TrainingArguments(**arguments(tmp_path, **SAVING, save_total_limit=1)),
-        train_dataset=examples(),
-        infinity=config,
-    )
+    (tmp_path / "checkpoint-1").mkdir()  # of somebody else
+    run = run_of(tmp_path, config, **SAVING, save_total_limit=1)
     with pytest.raises(DirectoryError, match="no room"):
         run.train()
-    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (1, 4, 6)}
     assert run.newest_checkpoint() == str(tmp_path / "checkpoint-4")
     run.train(resume_from_checkpoint=True)  # from the fourth step: the sixth one has no index
-    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-10"]
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-10"}
     infinity.close(run.model)
 
 
 def test_a_checkpoint_that_cannot_be_removed_stays(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rmtree(path: Any, *given: Any, rmtree: Any = shutil.rmtree, **named: Any) -> None:
         if Path(path).name == "checkpoint-2":
@@ -211,28 +179,25 @@ def test_a_checkpoint_that_cannot_be_removed_stays(
         rmtree(path, *given, **named)
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
-    trainer = offloaded(transformers.Trainer)
+    trainer = engine()
     with pytest.warns(RuntimeWarning, match="checkpoint-2 stays: .*not permitted"):
         found = Trained(trainer, tmp_path / "out", config, **SAVING, save_total_limit=2)
     assert found.checkpoints == ["checkpoint-2", "checkpoint-6", f"checkpoint-{STEPS}"]
 
 
-def test_weights_alone_are_those_of_the_masters(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
+def test_weights_alone_are_those_of_the_masters(config: Any, tmp_path: Path) -> None:
     """A resume from rounded ones would go on from another model."""
     load = need("safetensors.torch").load_file
     settings = {**SAVING, "save_only_model": True, "bf16": True}
-    args = transformers.TrainingArguments(**arguments(tmp_path / "out", max_steps=4, **settings))
-    run = offloaded(transformers.Trainer)(llama(), args, train_dataset=examples(), infinity=config)
+    run = run_of(tmp_path / "out", config, max_steps=4, **settings)
     run.train()
     infinity.export(run.model, tmp_path / "trained", dtype="fp32")
     infinity.close(run.model)
     saved = load(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
     assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
     torch.testing.assert_close(saved, load(tmp_path / "trained" / "model.safetensors"), rtol=0, atol=0)
-    args.learning_rate = 0.0  # Trainer makes a step behind the last one
-    run = offloaded(transformers.Trainer)(llama(3), args, train_dataset=examples(), infinity=config)
+    # Trainer makes a step behind the last one.
+    run = run_of(tmp_path / "out", config, max_steps=4, learning_rate=0.0, **settings)
     with pytest.warns(RuntimeWarning, match="the optimizer and its schedule begin anew"):
         run.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     infinity.export(run.model, tmp_path / "resumed", dtype="fp32")
@@ -242,20 +207,14 @@ def test_weights_alone_are_those_of_the_masters(
 
 @pytest.mark.parametrize(("dtype", "launched"), [("bf16", False), ("fp16", False), ("bf16", True)])
 def test_mixed_precision_is_the_compute_dtype(
-    dtype: str,
-    launched: bool,
-    transformers: Any,
-    offloaded: Any,
-    config: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: str, launched: bool, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of the arguments, or of `accelerate launch`."""
-    wanted = Trained(transformers.Trainer, tmp_path / "torch")
+    wanted = Trained(plain(), tmp_path / "torch")
     if launched:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", dtype)
     given: dict[str, Any] = {} if launched else {dtype: True}
-    found = Trained(offloaded(transformers.Trainer), tmp_path / "engine", config, **given)
+    found = Trained(engine(), tmp_path / "engine", config, **given)
     assert getattr(found.args, dtype) is not launched  # the user's object
     assert found.trainer.accelerator.mixed_precision == "no"
     assert {str(v.dtype) for v in found.seen.state.values()} == {f"torch.{DTYPES[dtype]}"}
@@ -263,10 +222,8 @@ def test_mixed_precision_is_the_compute_dtype(
     assert found.seen.norms == pytest.approx(wanted.seen.norms, rel=5e-2)
 
 
-def test_a_step_that_overflows_leaves_the_learning_rate(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    class Bad(offloaded(transformers.Trainer)):  # type: ignore[misc]
+def test_a_step_that_overflows_leaves_the_learning_rate(config: Any, tmp_path: Path) -> None:
+    class Bad(engine()):  # type: ignore[misc]
         def compute_loss(self, *given: Any, **named: Any) -> Any:
             loss = super().compute_loss(*given, **named)
             overflows = self.state.global_step == 2 and self.model.training
@@ -281,12 +238,10 @@ def test_a_step_that_overflows_leaves_the_learning_rate(
     assert rest.trainer.optimizer.skipped_steps == 1
 
 
-def test_a_model_can_be_evaluated_and_built_anew(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    trainer = offloaded(transformers.Trainer)(
+def test_a_model_can_be_evaluated_and_built_anew(config: Any, tmp_path: Path) -> None:
+    trainer = engine()(
         model_init=lambda: llama(),
-        args=transformers.TrainingArguments(**arguments(tmp_path / "out") | {"max_steps": 2}),
+        args=need("transformers").TrainingArguments(**arguments(tmp_path / "out", max_steps=2)),
         train_dataset=examples(),
         eval_dataset=examples()[:4],
         infinity=config,
@@ -360,11 +315,11 @@ def lora() -> Any:
 
 
 @pytest.mark.parametrize("build", [sft, dpo, seq2seq], ids=lambda build: build.__name__)
-def test_trainers_that_derive_from_it(build: Any, offloaded: Any, config: Any, tmp_path: Path) -> None:
+def test_trainers_that_derive_from_it(build: Any, config: Any, tmp_path: Path) -> None:
     runs = []
     for name, trainer, given in (
         ("torch", lambda cls: cls, {}),
-        ("engine", offloaded, {"infinity": config, "save_frozen": build is not sft}),
+        ("engine", engine, {"infinity": config, "save_frozen": build is not sft}),
     ):
         seen = Seen()
         run = build(tmp_path / name, trainer, seen, **given)
@@ -415,10 +370,8 @@ def deepspeed(folder: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
-    transformers: Any, offloaded: Any, tmp_path: Path
-) -> None:
-    class ByHand(transformers.Trainer):  # type: ignore[misc]
+def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(tmp_path: Path) -> None:
+    class ByHand(plain()):  # type: ignore[misc]
         def create_optimizer(self, model: Any = None) -> Any:
             if self.optimizer is None:
                 parameters = self.model.parameters()
@@ -436,7 +389,7 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
     file.write_text(json.dumps(settings))
     arguments = {"gradient_accumulation_steps": 2, **SAVING}
     with pytest.warns(UserWarning, match="notes about") as warned:
-        found = Trained(offloaded(transformers.Trainer), tmp_path / "file", file, **arguments)
+        found = Trained(engine(), tmp_path / "file", file, **arguments)
     notes = [
         str(each.message) for each in warned if "notes about the settings of DeepSpeed" in str(each.message)
     ]
@@ -444,14 +397,14 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
     assert "torch.optim.AdamW(parameters, lr=0.003" in notes[0]
 
     config, _ = config_from(settings, found.args)
-    wanted = Trained(offloaded(ByHand), tmp_path / "hand", config, **arguments)
+    wanted = Trained(engine(ByHand), tmp_path / "hand", config, **arguments)
     assert found.seen.losses == wanted.seen.losses
     assert found.seen.norms == wanted.seen.norms
     torch.testing.assert_close(found.seen.state, wanted.seen.state, rtol=0, atol=0)
-    plain = Trained(ByHand, tmp_path / "plain", **arguments)
-    assert found.seen.losses == pytest.approx(plain.seen.losses, rel=1e-5)
+    by_torch = Trained(ByHand, tmp_path / "plain", **arguments)
+    assert found.seen.losses == pytest.approx(by_torch.seen.losses, rel=1e-5)
     resumed = Trained(
-        *(offloaded(transformers.Trainer), tmp_path / "resumed", settings),
+        *(engine(), tmp_path / "resumed", settings),
         resume=str(tmp_path / "file" / "checkpoint-4"),
         **arguments,
     )
@@ -459,23 +412,19 @@ def test_a_file_of_deepspeed_gives_the_config_the_optimizer_and_the_scheduler(
 
 
 @pytest.mark.parametrize(
-    ("changes", "given", "said"),
+    ("changes", "said"),
     [
-        ({"bf16": {"enabled": True}}, {}, "bf16=True in the training arguments"),
-        ({"train_micro_batch_size_per_gpu": 7}, {}, "per_device_train_batch_size"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, {}, "optimizer.params"),
-        ({"scheduler": {"type": "StepLR", "params": {"size": 2}}}, {}, "scheduler.params"),
+        ({"bf16": {"enabled": True}}, "bf16=True in the training arguments"),
+        ({"train_micro_batch_size_per_gpu": 7}, "per_device_train_batch_size"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}}, "optimizer.params"),
+        ({"scheduler": {"type": "StepLR", "params": {"size": 2}}}, "scheduler.params"),
     ],
 )
-def test_refusals_of_a_file_of_deepspeed(
-    changes: Any, given: Any, said: str, transformers: Any, offloaded: Any, tmp_path: Path
-) -> None:
+def test_refusals_of_a_file_of_deepspeed(changes: Any, said: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    args = transformers.TrainingArguments(**arguments(tmp_path / "out") | given)
     settings = deepspeed(tmp_path / "nvme", **changes)
-    with pytest.raises(ConfigError) as caught:
-        offloaded(transformers.Trainer)(llama(), args, train_dataset=examples(), infinity=settings).train()
-    assert said in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run_of(tmp_path / "out", settings).train()
 
 
 @pytest.mark.parametrize(
@@ -489,38 +438,30 @@ def test_refusals_of_a_file_of_deepspeed(
     ],
 )
 def test_refusals(
-    settings: Any,
-    environment: Any,
-    said: str,
-    transformers: Any,
-    offloaded: Any,
-    config: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: Any, environment: Any, said: str, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = offloaded(transformers.Trainer)
-    args = transformers.TrainingArguments(**arguments(tmp_path / "out") | settings)
+    trainer = engine()
+    args = need("transformers").TrainingArguments(**arguments(tmp_path / "out", **settings))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         trainer(llama(), args, infinity=config.replace(dtype="fp32"))
     if environment:
 
-        class Another(transformers.Trainer):  # type: ignore[misc]
+        class Another(plain()):  # type: ignore[misc]
             pass
 
         with pytest.raises(ConfigError, match=said):
-            offloaded(Another)
+            engine(Another)
 
 
-def test_refusals_of_what_is_no_trainer(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
+def test_refusals_of_what_is_no_trainer(config: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="derives from it"):
-        offloaded(torch.nn.Linear)
-    trainer = offloaded(transformers.Trainer)
-    assert offloaded(trainer) is trainer is offloaded(transformers.Trainer)
-    args = transformers.TrainingArguments(**arguments(tmp_path / "out"))
+        engine(torch.nn.Linear)
+    trainer = engine()
+    assert engine(trainer) is trainer is engine()
+    arguments_of = need("transformers").TrainingArguments
+    args = arguments_of(**arguments(tmp_path / "out"))
     (tmp_path / "out" / "checkpoint-5" / "infinity").mkdir(parents=True)  # incomplete
     run = trainer(llama(), args, train_dataset=examples(), infinity=config)
     assert run.newest_checkpoint() is None
@@ -531,19 +472,19 @@ def test_refusals_of_what_is_no_trainer(
             trainer(llama(), args, **wrong)
     with pytest.raises(ConfigError, match="device='cpu'"):
         trainer(llama(), args, infinity=config.replace(device="cuda"))
-    for engine, cure in (("fsdp", r"ds\.json"), ("deepspeed", r"infinity='ds\.json'")):
-        args = transformers.TrainingArguments(**arguments(tmp_path / "out"))
-        setattr(args, engine, "ds.json")  # the constructor would ask for that engine's package
+    for other, cure in (("fsdp", r"ds\.json"), ("deepspeed", r"infinity='ds\.json'")):
+        args = arguments_of(**arguments(tmp_path / "out"))
+        setattr(args, other, "ds.json")  # the constructor would ask for that engine's package
         with pytest.raises(ConfigError, match=cure):
             trainer(llama(), args, infinity=config)
 
 
-def test_a_trainer_with_other_methods_is_refused(transformers: Any) -> None:
+def test_a_trainer_with_other_methods_is_refused() -> None:
     from infinity.integrations.transformers import check_hooks
 
-    check_hooks(transformers.Trainer)
+    check_hooks(plain())
 
-    class Other(transformers.Trainer):  # type: ignore[misc]
+    class Other(plain()):  # type: ignore[misc]
         _load_best_model = None
 
         def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
@@ -556,42 +497,33 @@ def test_a_trainer_with_other_methods_is_refused(transformers: Any) -> None:
     assert "no _load_best_model" in str(caught.value.found)
 
 
-def test_an_older_transformers_does_the_same(transformers: Any) -> None:
+def test_an_older_transformers_does_the_same() -> None:
     """The oldest version that this one's tests have run with, in a process of its own."""
     older = Path(sys.prefix, "older")
     if not older.is_dir():
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs an older transformers: make test-all")
     script = (
         "import sys, transformers, pytest\n"
-        f"assert transformers.__version__ != {transformers.__version__!r}\n"
+        f"assert transformers.__version__ != {need('transformers').__version__!r}\n"
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
-    chosen = "(does_what_trainer_does and best) or middle_of_an_epoch or overflows or other_methods"
+    chosen = "(does_what_trainer_does and best) or removes_nothing or overflows or other_methods"
     path = os.pathsep.join([str(older), str(Path(__file__).parents[1])])
     command = ["-c", script, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
     done = python(*command, env={"PYTHONPATH": path}, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_damaged_checkpoint_names_an_older_one(
-    transformers: Any, offloaded: Any, config: Any, tmp_path: Path
-) -> None:
-    def trainer(steps: int) -> Any:
-        return offloaded(transformers.Trainer)(
-            llama(),
-            transformers.TrainingArguments(**arguments(tmp_path, **{**SAVING, "max_steps": steps})),
-            train_dataset=examples(),
-            infinity=config,
-        )
-
-    run = trainer(4)
+def test_a_damaged_checkpoint_names_an_older_one(config: Any, tmp_path: Path) -> None:
+    trainer = functools.partial(run_of, tmp_path, config, **SAVING)
+    run = trainer(max_steps=4)
     run.train()
     infinity.close(run.model)
     older, newest = str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-4")
     [index] = Path(newest, "infinity").glob("step-*/index.json")
     whole = index.read_bytes()
     index.write_bytes(b"")
-    run = trainer(6)
+    run = trainer(max_steps=6)
     for call in (
         run.newest_checkpoint,
         lambda: run.train(resume_from_checkpoint=True),
@@ -611,25 +543,6 @@ def test_a_damaged_checkpoint_names_an_older_one(
     assert run.train(resume_from_checkpoint=older).global_step == 6  # the cure
     infinity.close(run.model)
     index.write_bytes(whole)
-    run = trainer(6)
+    run = trainer(max_steps=6)
     assert run.train(resume_from_checkpoint=newest).global_step == 6  # the other one
     infinity.close(run.model)
-
-
-def test_a_trainer_that_copies_adapters_gets_the_plain_model(transformers: Any, tmp_path: Path) -> None:
-    """DPOTrainer and GRPOTrainer copy them into those of their reference, as they are built."""
-    trl, peft = need("trl"), need("peft")
-    config = config_for(tmp_path, parameters="host")
-
-    model = peft.get_peft_model(llama(), lora())
-    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = infinity.wrap(model, adam, config)
-    with pytest.raises(ReleasedParameterError) as caught:
-        trl.DPOTrainer(
-            model,
-            args=trl.DPOConfig(**arguments(tmp_path, max_steps=2), bf16=False),
-            train_dataset=pairs(),
-            processing_class=tokenizer(),
-        )
-    infinity.close(optimizer)
-    assert "build `offloaded(…)` of the trainer's class with the plain model" in str(caught.value.cure)

@@ -70,25 +70,6 @@ def test_a_broken_transformers_is_blamed(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_inference_blames_a_broken_library_and_no_model(tmp_path: Path) -> None:
-    """transformers imports only now what a name of it needs; a model of it is as good as it was."""
-    package(tmp_path, "transformers", "def __getattr__(name):\n    import their_kernels\n")
-    package(tmp_path, "their_kernels", "raise ImportError('libkernels.so: cannot open shared object file')\n")
-    code = (
-        "import infinity\n"
-        "from infinity.core.errors import DataError\n"
-        "try:\n"
-        "    infinity.inference(sys.argv[1], infinity.Config(device='cpu'))\n"
-        "except DataError as error:\n"
-        "    print(error)\n"
-    )
-    done = ran(code, tmp_path, model_in(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "transformers is installed, but cannot be imported" in done.stdout
-    assert "libkernels.so" in done.stdout
-    assert "the model in" not in done.stdout
-
-
 def test_what_needs_no_transformers_goes_on_without_it(nvme: str, tmp_path: Path) -> None:
     """And what needs it names the extra."""
     without = (

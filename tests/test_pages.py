@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -50,45 +49,6 @@ def is_protected(memory: PagedMemory, offset: int = 0) -> bool:
         os.close(read)
         os.close(write)
     return False
-
-
-def anonymous() -> int:
-    """Bytes of anonymous memory of this process."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Anonymous:"))
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_no_order_of_sizes_exceeds_the_budget_or_touches_what_is_filled(seed: int) -> None:
-    draw = random.Random(seed)
-    pages = Pages()
-    pages.most = 24 * MiB
-    sizes = [*[draw.randint(1, 12 * MiB) for _ in range(6)], 4 * MiB, 4 * MiB, 4 * MiB, 100]
-    memories = [PagedMemory(n, pages) for n in sizes]
-    values: dict[PagedMemory, int] = {}
-    before = anonymous()
-    for value in range(60):
-        memory = draw.choice(memories)
-        held = sum(m.storage.nbytes() for m in values)
-        if memory in values:
-            assert only(memory) == values.pop(memory)
-            memory.drop()
-            assert is_protected(memory)
-        elif held + memory.storage.nbytes() <= pages.most:
-            memory.fill()
-            values[memory] = value
-            bytes_of(memory).fill_(value)
-        assert pages.filled == sum(m.storage.nbytes() for m in values)
-        assert pages.filled + pages.kept <= pages.most
-        assert anonymous() - before < pages.filled + pages.kept + len(sizes) * 4096 + MiB
-        assert all(len(m.pieces) <= 24 // 2 for m in memories)
-    assert all(only(m) == v for m, v in values.items())
-    assert pages.moved > 0
-    for memory in values:
-        memory.drop()
-    pages.most = 0
-    pages.trim()
-    assert anonymous() - before < 2 * MiB
 
 
 def test_a_kernel_that_cannot_move_pages_gives_fresh_ones(monkeypatch: pytest.MonkeyPatch) -> None:

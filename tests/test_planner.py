@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import infinity
-from infinity.api.engine import engine_of
 from infinity.core.config import Config
 from infinity.core.sizes import GiB, MiB, Tier
-from infinity.planning.footprint import Budget, demand
+from infinity.planning.footprint import Budget
 from infinity.planning.machine import Drive, Machine
-from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import ADAM, moments_of, plan_chunks
-from infinity.planning.placement import assign
+from infinity.planning.partition import ParamSpec
 from infinity.planning.planner import Bandwidths, Model, Plan, Planner, step_bounds, wear
-from infinity.storage.layout import Layout
 
 from . import inner
-from .offloaded import config_for
 
 DIMENSION = 1024
 BLOCKS = 6
@@ -134,21 +126,6 @@ def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
         assert plan.fits is fits
 
 
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (3.0, 1.0, 2.0)])
-@pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"gradients": {"host": 0.4, "nvme": 0.6}}])
-def test_planned_arenas_are_those_of_the_store(weights: tuple[float, ...], changes: dict[str, Any]) -> None:
-    config = config_of(dtype="bf16", **changes)
-    layouts = partition(model_of("bf16").units, config.elements_per_chunk)
-    kinds = ("parameters", "optimizer_state", "gradients")
-    assignment = assign(layouts, *(config.placements[kind] for kind in kinds))
-    plans = plan_chunks(
-        layouts, assignment, moments_of(ADAM, config), staged=True, delayed=config.update == "delayed"
-    )
-    wanted = demand(layouts, plans, [(0,)], config, staged=False, weights=weights)
-    store = Layout([plan.parts for plan in plans], len(weights), weights=weights)
-    assert list(wanted.arenas) == store.arena_nbytes
-
-
 LARGE = Model([("block", [ParamSpec("block.weight", (4096, 8192), "bf16", True, 0)])], [(0,)])
 CHUNKS = {2 * MiB: 16, 4 * MiB: 8, 16 * MiB: 2}  # of it, by their size
 
@@ -173,39 +150,3 @@ def test_chunks_are_large_where_a_device_has_its_own_memory(
     drives = tuple(Drive(directory=d, free=None, system=d) for d in config.directories)
     machine = Machine(host_memory=1 << 50, device_memory=1 << 50 if staged else None, drives=drives)
     assert Planner(LARGE).plan(config, machine).chunks == CHUNKS[size]
-
-
-@pytest.mark.parametrize("places", ["host", "device"])
-@pytest.mark.parametrize("changes", [{}, {"update": "delayed"}, {"split_master": True}])
-def test_the_least_budget_is_that_of_the_smaller_chunks(places: str, changes: dict[str, Any]) -> None:
-    """What was enough for chunks of 4 Mi is enough."""
-    machine = Machine(host_memory=1 << 50, device_memory=1 << 50)
-    fixed = config_of(places, chunk_elements=4 * MiB, **changes)
-    least = Planner(LARGE).plan(fixed, machine).least
-    found = []
-    for size in (4 * MiB, None):
-        budgets = {"host_memory": least.host, "device_memory": least.device, "chunk_elements": size}
-        found.append(Planner(LARGE).plan(fixed.replace(**budgets), machine))
-    assert found[0].fits
-    assert found[1] == found[0]
-    [*_, short] = Planner(LARGE).plan(fixed.replace(device_memory=0, chunk_elements=None), machine).problems
-    assert short.needed == least.device
-
-
-def test_an_engine_takes_the_chunks_that_its_plan_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first size whose leases leave room, and the bits of the other one."""
-    monkeypatch.setattr(Config, "chunk_sizes", lambda config, *, staged: (131072, 65536))
-    values = []
-    for memory, size in (("512MiB", 131072), ("16MiB", 65536)):
-        torch.manual_seed(0)
-        model: Any = torch.nn.Linear(512, 512)
-        adam = torch.optim.AdamW(model.parameters())
-        model, optimizer = infinity.wrap(model, adam, config_for(tmp_path, host_memory=memory))
-        assert engine_of(model).units[0].layout.chunks[0].numel == size
-        model(torch.ones(1, 512)).sum().backward()
-        optimizer.step()
-        values.append({name: value.clone() for name, value in model.state_dict().items()})
-        infinity.close(model)
-    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())

@@ -13,35 +13,13 @@ import torch.distributed.checkpoint.state_dict as dist_state
 
 import infinity
 from infinity.api.engine import engine_of
-from infinity.core.errors import BudgetError, StateDictError, WrapError
+from infinity.core.errors import BudgetError, StateDictError
 from infinity.planning.footprint import Budget
 
 from .offloaded import ON_DEVICE, ON_HOST, ON_NVME
 from .ranks import all_well, run_ranks
 from .small_net import Wrapped, build, same, train
 from .whole import ALL_OPTIMIZERS
-
-
-def test_state_dicts_travel_both_ways(config: infinity.Config) -> None:
-    reference, torch_optimizer = build()
-    train(reference, torch_optimizer)
-    model, optimizer = infinity.wrap(*build(seed=9), config.replace(host_memory="64MiB"))
-    model.load_state_dict(reference.state_dict())
-    optimizer.load_state_dict(torch_optimizer.state_dict())
-    assert same(model.state_dict(), reference.state_dict())
-    saved = optimizer.state_dict()
-    expected = torch_optimizer.state_dict()
-    assert saved["state"].keys() == expected["state"].keys()
-    for index, values in expected["state"].items():
-        for key, value in values.items():
-            assert torch.equal(saved["state"][index][key], value), (index, key)
-    assert train(model, optimizer) == pytest.approx(train(reference, torch_optimizer), rel=1e-5)
-
-    back, back_optimizer = build(seed=3)
-    back.load_state_dict(model.state_dict())
-    back_optimizer.load_state_dict(optimizer.state_dict())
-    assert train(back, back_optimizer) == pytest.approx(train(reference, torch_optimizer), rel=1e-5)
-    infinity.close(optimizer)
 
 
 def test_a_state_dict_that_does_not_fit_is_refused(config: infinity.Config) -> None:
@@ -160,25 +138,6 @@ def test_a_distributed_checkpoint_goes_on_with_the_same_bits(
     assert same(found[1], wanted[1])
     assert equal(found[2], wanted[2])
     infinity.close(optimizer)
-
-
-def test_the_optimizer_from_before_wrap_is_refused_and_keeps_its_rate(config: infinity.Config) -> None:
-    model, mine = build()
-    state = mine.state
-    model, optimizer = infinity.wrap(model, mine, config)
-    options = dist_state.StateDictOptions(flatten_optimizer_state_dict=True)
-    given = dist_state.get_optimizer_state_dict(model, optimizer, options=options)
-    for use in (
-        lambda: dist_state.get_optimizer_state_dict(model, mine),
-        lambda: dist_state.set_optimizer_state_dict(model, mine, given, options=options),
-    ):
-        with pytest.raises(WrapError, match="has taken over the state"):
-            use()
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    assert all(p.grad is None for p in model.parameters())
-    train(model, optimizer, 1)
-    infinity.unwrap(model)
-    assert mine.state is state
 
 
 def test_the_state_is_true_and_has_no_entries(wrapped: Wrapped) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +15,15 @@ import infinity
 from infinity.api.engine import engine_of
 from infinity.core.errors import ParameterChangedError, ParameterError, StateDictError
 
-from .offloaded import config_for
+from .offloaded import ON_DEVICE, ON_HOST, config_for
 from .ranks import all_well, run_ranks
 from .small_net import build, tokens, train
 from .test_ranks import HEAD, LOOP, of_stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PLACES = {
-    "device": dict.fromkeys(("parameters", "optimizer_state", "gradients"), "device"),
-    "host": dict.fromkeys(("parameters", "optimizer_state", "gradients"), "host"),
-    "nvme": {},
+PLACES: dict[str, dict[str, Any]] = {
+    **{"device": ON_DEVICE, "host": ON_HOST, "nvme": {}},
     "split": {"parameters": {"device": 0.5, "nvme": 0.5}, "optimizer_state": {"host": 0.5, "nvme": 0.5}},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,34 +79,71 @@ def test_a_run_that_cannot_be_is_refused_untouched(config: infinity.Config, tmp_
     assert train(model, optimizer, 1)
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
-        lambda: torch.jit.trace(nn.Linear(8, 8), torch.randn(2, 8)),
-    ],
-)
-def test_modules_that_torch_jit_has_compiled_are_refused(compiled: Any, config: infinity.Config) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = nn.Sequential(nn.Linear(8, 8), compiled())
-    with pytest.raises(WrapError, match=r"'1' is compiled by torch\.jit"):
-        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-    assert not isinstance(model[0].weight, ReleasedParameter)
+class _Shared(nn.Module):
+    """Its attribute would keep the values from before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.alias = self.layer.weight.data
 
 
-def test_sparse_gradients_are_refused_and_the_cure_works(config: infinity.Config) -> None:
-    model = nn.Sequential(nn.EmbeddingBag(10, 8, sparse=True), nn.Linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(WrapError, match=r"model\.0\.sparse = False"):
-        infinity.wrap(model, optimizer, config)
-    model[0].sparse = False
-    model, optimizer = infinity.wrap(model, optimizer, config)
-    try:
-        model(torch.randint(0, 10, (4, 3))).sum().backward()
-        optimizer.step()
-    finally:
-        infinity.close(model)
+def _compiled(make: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: nn.Sequential(nn.Linear(8, 8), make())
+
+
+def _with(data: torch.Tensor, *, trained: bool = True) -> Callable[[], Any]:
+    def make() -> nn.Module:
+        model = nn.Linear(8, 8)
+        model.extra = nn.Parameter(data, requires_grad=trained)
+        return model
+
+    return make
+
+
+def _replaced(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], object]:
+    return lambda model: setattr(model, "extra", nn.Parameter(change(model.extra.detach())))
+
+
+_OWN, _TURN = _replaced(torch.clone), torch.randn(4, dtype=torch.complex64)
+_JIT = "'1' is compiled by torch.jit"
+_TWICE = "elements of the parameter 'extra' share memory"
+_ALIAS = "attribute 'alias' shares memory with the parameter 'layer.weight'"
+#: The model, what the error says, and the cure, where it is a line.
+REFUSED: dict[str, tuple[Callable[[], Any], str, Callable[[Any], object] | None]] = {
+    "torch.jit.script": (_compiled(lambda: torch.jit.script(nn.Linear(8, 8))), _JIT, None),
+    "torch.jit.trace": (_compiled(lambda: torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8))), _JIT, None),
+    "sparse gradients": (
+        _compiled(lambda: nn.EmbeddingBag(10, 8, sparse=True)),
+        "model.1.sparse = False",
+        lambda model: setattr(model[1], "sparse", False),
+    ),
+    "expanded": (_with(torch.zeros(1).expand(8)), _TWICE, _OWN),
+    "strided": (_with(torch.randn(28).as_strided((4, 8), (2, 3))), _TWICE, _OWN),
+    "overlapping": (_with(torch.randn(7).as_strided((3, 2), (2, 2))), _TWICE, _OWN),
+    "an attribute": (_Shared, _ALIAS, lambda model: setattr(model, "alias", model.alias.clone())),
+    "complex": (_with(_TURN), "nn.Parameter(torch.view_as_real(p", _replaced(torch.view_as_real)),
+    "complex, frozen": (_with(_TURN, trained=False), "make it a buffer", None),
+    "sparse": (_with(torch.eye(8).to_sparse()), "p.detach().to_dense()", _replaced(torch.Tensor.to_dense)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_is_refused_with_a_cure_that_works(what: str, config: infinity.Config) -> None:
+    make, said, cure = REFUSED[what]
+    model = make()
+
+    def wrap() -> Any:
+        params = [p for p in model.parameters() if p.requires_grad]
+        return infinity.wrap(model, torch.optim.AdamW(params), config)
+
+    with pytest.raises(WrapError, match=re.escape(said)):
+        wrap()
+    assert not any(isinstance(p, ReleasedParameter) for p in model.parameters())
+    if cure is not None:
+        cure(model)
+        infinity.close(wrap()[0])
 
 
 def test_a_sparse_gradient_of_a_function_is_refused_and_the_next_is_taken(
@@ -133,20 +171,8 @@ def test_a_sparse_gradient_of_a_function_is_refused_and_the_next_is_taken(
         infinity.close(model)
 
 
-def test_parameters_whose_elements_share_memory_are_refused_and_the_cure_works(
-    config: infinity.Config,
-) -> None:
+def test_other_strides_are_taken(config: infinity.Config) -> None:
     model = nn.Linear(8, 8)
-    for data in (
-        torch.zeros(1).expand(8),
-        torch.randn(28).as_strided((4, 8), (2, 3)),
-        torch.randn(7).as_strided((3, 2), (2, 2)),
-    ):
-        model.extra = nn.Parameter(data)
-        with pytest.raises(WrapError, match="elements of the parameter 'extra' share memory"):
-            infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-    model.extra = nn.Parameter(model.extra.detach().contiguous())
-    # Other strides are taken.
     model.turned = nn.Parameter(torch.randn(8, 4).t())
     model.nested = nn.Parameter(torch.randn(12).as_strided((4, 2), (2, 3)))  # no place twice
     model.gaps = nn.Parameter(torch.randn(8, 9)[:, ::2])
@@ -178,25 +204,6 @@ def test_a_wrapped_model_is_not_exported_by_torch(parameters: str, config: infin
         infinity.close(model)
 
 
-def test_an_attribute_that_shares_memory_with_a_parameter(config: infinity.Config) -> None:
-    """It would keep the values from before the first step."""
-
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.alias = self.layer.weight.data
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) + x @ self.alias
-
-    model = Shared()
-    with pytest.raises(WrapError, match=r"attribute 'alias' shares memory with the parameter 'layer.weight'"):
-        infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)
-    model.alias = model.alias.clone()
-    infinity.close(infinity.wrap(model, torch.optim.AdamW(model.parameters()), config)[0])
-
-
 def suggested(**settings: Any) -> int:
     """Return the MiB of host memory that `wrap` suggests for eight matrices of 1024 × 1024. That is what the
     engine takes: `wrap` succeeds with it, and not with a MiB less."""
@@ -221,18 +228,3 @@ def suggested(**settings: Any) -> int:
 def test_less_is_suggested_for_moments_in_fewer_bits() -> None:
     budgets = [suggested(optimizer_state_dtype=form) for form in ("fp32", "bf16", "8bit")]
     assert budgets[0] > budgets[1] > budgets[2]
-
-
-def test_a_complex_or_sparse_parameter_is_refused_with_what_to_write(config: infinity.Config) -> None:
-    turn = torch.randn(4, dtype=torch.complex64)
-    for data, trained, words in (
-        (turn, True, r"nn.Parameter\(torch.view_as_real\(p"),
-        (turn, False, "make it a buffer"),
-        (torch.eye(8).to_sparse(), True, r"p\.detach\(\)\.to_dense\(\)"),
-    ):
-        model = nn.Linear(8, 8)
-        model.extra = nn.Parameter(data, requires_grad=trained)
-        params = [p for p in model.parameters() if p.requires_grad]
-        with pytest.raises(WrapError, match=words):
-            infinity.wrap(model, torch.optim.AdamW(params), config)
-    assert not isinstance(model.weight, ReleasedParameter)
