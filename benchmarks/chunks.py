@@ -5,11 +5,10 @@
 python     CPU time of the threads that update, take gradients and load, per chunk of 65,536 elements on the
            host tier, without what the native kernel takes: a thread's CPU clock (pthread_getcpuclockid(3)),
            minus that clock over each native call
-visit      CPU time of the user's thread and its deferral per visit of a unit (one in a forward, one in a
+visit      CPU time of the user's thread per visit of a unit (one in a forward, one in a
            backward) that is on the device already: hooks, acquire, release. Minus that of the same model
            unwrapped, in turns. The units are tiny, and all but the first frozen. Two threads hand over four
            times a visit, so it is measured with both on one core: a sleeping core that is woken may cost as
-           much again, most of all a virtual one (`visit_between_cores`). And `visit_with_gradients`, which
            waits for the update and the load of its unit, too
 sizes      time of `optimizer.step()` (update="sync") and of a whole step by the size of a chunk, for state on
            the host and on NVMe; each size takes turns with the largest, so two models are there at once
@@ -41,8 +40,8 @@ from infinity.api.engine import engine_of
 from infinity.core.sizes import NORM_BLOCK
 from infinity.hardware import cpu_adam
 
-WANTED_MS = {"update": 0.1, "gradient": 0.15, "load": 0.15, "visit": 0.15, "visit_between_cores": 0.15}
 THREADS = {"update": "infinity-update", "gradient": "infinity-gradients", "load": "infinity-load"}
+WANTED_MS = {"update": 0.1, "gradient": 0.15, "load": 0.15, "visit": 0.15}
 SIZES = [NORM_BLOCK << shift for shift in range(0, 10)]
 
 
@@ -127,9 +126,8 @@ def _cpu_time(ident: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(ident))
 
 
-def visit_time(steps: int, units: int, *, trained: bool = False, one_core: bool = True) -> float:
-    """Return milliseconds of Python per visit of a unit; `trained`: of one that makes gradients; `one_core`:
-    with the user's thread and its deferral on one."""
+def visit_time(steps: int, units: int, *, trained: bool = False) -> float:
+    """Return milliseconds of Python per visit of a unit; `trained`: of one that makes gradients."""
     torch.manual_seed(0)
     plain: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(units)))
     for layer in plain[1:]:
@@ -140,15 +138,13 @@ def visit_time(steps: int, units: int, *, trained: bool = False, one_core: bool 
         device="cpu", units=["Linear"], host_memory="1GiB", device_memory="256MiB", **host
     )
     wrapped, optimizer = infinity.wrap(wrapped, torch.optim.AdamW(wrapped.parameters()), config)
-    threads = [threading.current_thread(), thread_of("infinity-deferral")]
-    clocks = [thread.ident or 0 for thread in threads]
-    cores = os.sched_getaffinity(0)
+    me = threading.get_ident()
     x = torch.randn(2, 16, requires_grad=True)
 
     def seconds(model: Any) -> float:
-        begun = sum(map(_cpu_time, clocks))
+        begun = _cpu_time(me)
         model(x).sum().backward()
-        taken = sum(map(_cpu_time, clocks)) - begun
+        taken = _cpu_time(me) - begun
         if model is wrapped and trained:
             optimizer.step()
         model.zero_grad()
@@ -156,12 +152,9 @@ def visit_time(steps: int, units: int, *, trained: bool = False, one_core: bool 
         return taken
 
     try:
-        for thread in threads if one_core else ():
-            os.sched_setaffinity(thread.native_id or 0, {min(cores)})
         calls = {"ours": partial(seconds, wrapped), "torch": partial(seconds, plain)}
         times = common.Race(calls).run(3, steps)
     finally:
-        os.sched_setaffinity(0, cores)
         infinity.close(optimizer)
     more = statistics.median(a - b for a, b in zip(times["ours"], times["torch"], strict=True))
     return round(more / (2 * units) * 1e3, 4)
@@ -272,7 +265,6 @@ def main() -> None:
         python = python_time(args.steps, units=4, chunks=32)
         visits = {
             "visit": visit_time(args.steps, units=64),
-            "visit_between_cores": visit_time(args.steps, units=64, one_core=False),
             "visit_with_gradients": visit_time(args.steps, units=64, trained=True),
         }
         print(", ".join(f"{what} {ms:.3f} ms" for what, ms in {**python, **visits}.items()))

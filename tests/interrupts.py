@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.api.engine import engine_of
+from infinity.core import handlers
 from infinity.core.errors import InfinityError
 
 from . import children, inner
@@ -220,17 +221,19 @@ class User:
             self.check(int(state["step"]) == steps[name], "another step in the state dict")
             for kind, wanted in plain.masters.wide(name).items():
                 self.check(torch.equal(state[kind].flatten(), wanted), f"another {kind}")
-        self.saved = (weights, states, plain.masters.saved(), plain.steps)
+        # A state dict of delayed updates has what the next forward uses.
+        front = {name: value.clone() for name, value in plain.front.items()}
+        self.saved = (weights, states, plain.masters.saved(), front, plain.steps)
 
     def load(self) -> None:
         if self.saved is None:
             return
-        weights, states, masters, steps = self.saved
+        weights, states, masters, front, steps = self.saved
         self.model.load_state_dict(weights)
         self.adam.load_state_dict(states)
         self.plain.masters.restore(masters)
         self.plain.steps = steps  # goes with the state dict
-        self.plain.flush()
+        self.plain.front = {name: value.clone() for name, value in front.items()}
 
     def edit(self) -> None:
         """Set one parameter. Doing it again does no harm."""
@@ -356,7 +359,10 @@ class Tracer:
         if self.at == 0:
             self.on = False
             self.fired = f"{os.path.relpath(code.co_filename, PACKAGE)}:{frame.f_lineno} {code.co_name}"
-            raise Interrupt(self.fired)
+            handlers._Deferring(self._raise)(0, frame)  # in a commit it waits, as every handler does
+
+    def _raise(self, number: int, frame: object) -> None:
+        raise Interrupt(self.fired)
 
 
 def points_of(code: CodeType) -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from infinity.core.config import Config
@@ -59,7 +61,7 @@ def test_on_the_device_and_the_host() -> None:
 def test_a_rank_takes_on_the_device_what_zero_says(stage: int, world: int, dtype: str) -> None:
     """Of E elements (ZeRO, arXiv 1910.02054, section 5, in our bytes): c of the copy, 4 of the gradient, 12
     of the state, or 8 where the copy is the master; besides units in use and gradients in flight."""
-    units = [(n, [p._replace(precision=dtype) for p in params]) for n, params in UNITS]
+    units = [(n, [dataclasses.replace(p, precision=dtype) for p in params]) for n, params in UNITS]
     gradients = None if stage < 2 else "device"
     config = Config(parameters="device", optimizer_state="device", gradients=gradients, zero_stage=stage)
     layouts = partition(units, config.elements_per_chunk, rank=world - 1, world=world, replicated=stage == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 import pytest
@@ -55,7 +56,7 @@ def models(draw: st.DrawFn) -> list[tuple[str, list[ParamSpec]]]:
             trainable = draw(st.booleans())
             group = draw(st.integers(0, 2)) if trainable else -1
             spec = ParamSpec(f"u{u}.p{i}", draw(shapes), draw(dtypes), trainable, group)
-            params.append(spec._replace(fp32_moments=trainable and draw(st.booleans())))
+            params.append(dataclasses.replace(spec, fp32_moments=trainable and draw(st.booleans())))
         units.append((f"u{u}", params))
     return units
 

@@ -28,11 +28,6 @@ def _gathered(this: Any, model: Any, optimizer: Any) -> None:
         sum(p.sum() for p in model.parameters())
 
 
-def _evaluates(this: Any, model: Any, optimizer: Any) -> None:
-    with torch.no_grad():
-        this.loss(model, this.batches[0])
-
-
 BESIDE: dict[str, Callable[[Any, Any, Any], object]] = {
     "gathered": _gathered,
     "gradient": lambda this, model, optimizer: infinity.gradient(model.head.weight),
@@ -40,8 +35,6 @@ BESIDE: dict[str, Callable[[Any, Any, Any], object]] = {
     "state_dict": lambda this, model, optimizer: {n: v.clone() for n, v in model.state_dict().items()},
     "optimizer_state_dict": lambda this, model, optimizer: optimizer.state_dict(),
     "metrics": lambda this, model, optimizer: infinity.metrics(optimizer),
-    "evaluation": _evaluates,
-    "forward_with_a_graph": lambda this, model, optimizer: this.loss(model, this.batches[0]),
     "look": lambda this, model, optimizer: model.head.weight.sum(),
 }
 
@@ -99,9 +92,11 @@ def run_threads(calls: Iterable[Callable[[], None]]) -> None:
     pool.shutdown()
 
 
-def test_who_waits_too_long_is_told_who_uses_the_model(tmp_path: Path) -> None:
-    model, optimizer = wrap_adamw(nn.Sequential(nn.Linear(8, 8)), config_for(tmp_path))
-    engine_of(model).deferral.lock._limit = 0.3
+def test_a_thread_beside_a_forward(tmp_path: Path) -> None:
+    """One that calls a module gets an error at once, and so does one that reads a parameter off the device; a
+    call of the engine waits, and after its limit says for whom."""
+    config = config_for(tmp_path, **ON_NVME)
+    model, optimizer = wrap_adamw(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config)
     inside, done = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:
@@ -113,8 +108,14 @@ def test_who_waits_too_long_is_told_who_uses_the_model(tmp_path: Path) -> None:
     thread.start()
     assert inside.wait(60)
     hook.remove()
+    for call in (lambda: model(torch.ones(2, 8)), lambda: model[1](torch.ones(2, 8)), model[1].weight.sum):
+        begin = time.monotonic()
+        with pytest.raises(ThreadError, match="the-other"):
+            call()
+        assert time.monotonic() - begin < 60  # of the limit of 300
+    engine_of(model).commits._limit = 0.3
     with pytest.raises(ThreadError, match="the-other"):
-        model(torch.ones(2, 8))
+        optimizer.state_dict()
     done.set()
     thread.join(60)
     model(torch.ones(2, 8))
@@ -129,7 +130,7 @@ def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(
     """Neither once it is over, nor where the thread that it raised in goes on in some function."""
     this = case("gpt", layers=2, width=32)
     model, optimizer = wrap_adamw(this.model, config_for(tmp_path), lr=1e-2)
-    engine_of(model).deferral.lock._limit = 60.0
+    engine_of(model).commits._limit = 60.0
     module = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
     failed: list[BaseException] = []
 
@@ -159,56 +160,6 @@ def test_a_forward_or_a_backward_that_raised_holds_up_no_other_thread(
     assert failed == []
     optimizer.step()
     infinity.close(optimizer)
-
-
-class Branches(nn.Module):
-    """Each block's two halves are computed by threads that the forward starts."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
-        self.head = nn.Linear(8, 8)
-
-    def half(self, block: nn.Sequential, x: torch.Tensor, number: int, graph: bool) -> torch.Tensor:
-        rows = slice(4 * number, 4 * number + 4)
-        with torch.set_grad_enabled(graph):
-            if self.way == "weight":
-                return nn.functional.linear(x, block[0].weight[rows])
-            return block(x)[:, rows]  # type: ignore[no-any-return]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        graph = torch.is_grad_enabled()
-        with ThreadPoolExecutor(2) as pool:
-            for block in self.blocks:
-                halves = pool.map(lambda i: self.half(block, x, i, graph), range(2))  # noqa: B023
-                x = x + torch.cat(list(halves), 1)
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("way", "parameters", "update"),
-    [("weight", "nvme", "overlap"), ("block", "nvme", "overlap"), ("weight", "device", "delayed")],
-)
-def test_threads_that_a_forward_starts_use_what_they_need(
-    way: str, parameters: str, update: str, tmp_path: Path
-) -> None:
-    settings = {**ON_NVME, "parameters": parameters, "update": update, "delay_warmup_steps": 4}
-    found = []
-    for offloaded in (False, True):
-        torch.manual_seed(0)
-        model: nn.Module = Branches(way)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-        if offloaded:
-            model, optimizer = infinity.wrap(model, optimizer, config_for(tmp_path, **settings))
-        for step in range(4):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append({n: v.clone() for n, v in model.state_dict().items()})
-    infinity.close(model)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def test_two_threads_with_two_models(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from infinity.core.commits import Commits, in_backward
 from infinity.core.errors import (
     ConfigError,
     CorruptionError,
@@ -33,9 +34,10 @@ from infinity.core.errors import (
 )
 from infinity.core.paths import local_path
 from infinity.core.sizes import format_size
+from infinity.core.threads import start
 from infinity.hardware.aio import Ring, open_ring
-from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm, told
+from infinity.hardware.streams import Task
 from infinity.params.param import ShardedParam
 from infinity.storage.checkpoints import Found, instead
 from infinity.storage.checksums import RangeCrc, Sums
@@ -50,46 +52,41 @@ Progress = Callable[[int, int], None]
 _R = TypeVar("_R")
 
 
-class _SaveStopped(Exception):
+class _Stopped(Exception):
     """Nobody waits for this any more."""
 
 
 def interruptible(
-    deferral: Deferral, call: Callable[[Progress], _R], progress: Progress | None, comm: Comm | None = None
+    commits: Commits, call: Callable[[Progress], _R], progress: Progress | None, comm: Comm | None = None
 ) -> _R:
-    """Return what `call` returns. It is made in a deferred section, and tells how far it is. An interrupt
-    ends it where it tells that next, and is raised when it has ended; or before, where a drive does not
-    answer: then the next call of the engine waits for it. The other ranks of `comm` end with it."""
+    """Return what `call` returns. It is one commit, and tells how far it is. It has a thread of its own,
+    because the system keeps a thread that closes a file on a drive that answers no more. An interrupt ends it
+    where it tells that next, and is raised when it has ended; or before, where a drive does not answer: then
+    the next call of the engine waits for it. The other ranks of `comm` end with it."""
     stop = threading.Event()
-    raised: list[BaseException] = []
 
-    def told(done: int, total: int) -> None:
+    def tell(done: int, total: int) -> None:
         if stop.is_set():
-            raise _SaveStopped
+            raise _Stopped
         if progress is not None:
             progress(done, total)
 
-    def unless_stopped() -> _R | None:
+    with comm.slowly() if comm is not None else contextlib.nullcontext():
+        if commits.is_mine() or in_backward():  # a hook of the user's makes the call
+            return commits.run(lambda: call(tell))
+        task = Task(commits.for_caller(lambda: call(tell)))
+        start(threading.Thread(target=task.run, name="infinity-files", daemon=True))
         try:
-            return call(told)
-        except _SaveStopped:
-            return None
+            return cast(_R, task.result())
         except BaseException as error:
-            if stop.is_set():
-                return None  # nobody waits for it any more
-            raised.append(error)
+            if error is not task.error:
+                stop.set()
+                if comm is not None:  # or it would wait for the others
+                    comm.post(error)
+                task.pause(GRACE)  # so that it is over when this raises
             raise
-
-    try:
-        with deferral.lock.hold(), comm.slowly() if comm is not None else contextlib.nullcontext():
-            return cast(_R, deferral.run(unless_stopped))
-    except BaseException as error:
-        if comm is not None and error not in raised:  # or it would wait for the others
-            comm.post(error)
-        stop.set()
-        with contextlib.suppress(Exception):  # what raised first is told
-            deferral.wait_interrupted(GRACE)  # so that it is over when this raises
-        raise
+        finally:
+            del task  # its error holds this frame
 
 
 def settle(engine: Engine) -> None:

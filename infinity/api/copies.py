@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from infinity.core.commits import in_backward
 from infinity.core.errors import ParameterError, StateDictError
-from infinity.hardware.deferral import in_backward
 from infinity.params.param import ShardedParam, plain_name, sharded_of
 
 from .checkpoint import Progress, interruptible, settle
@@ -79,7 +79,7 @@ def copy_to(model: nn.Module | torch.optim.Optimizer, plain: nn.Module) -> None:
     if engine.comm.world > 1:
         told = repr([(s.name, kinds[s], str(of[0].dtype)) for s, of in targets.items()])
         engine.comm.exchange(f"copy_to of {len(targets)} parameters {zlib.crc32(told.encode()):08x}")
-    interruptible(engine.deferral, lambda told: _copy(engine, targets, kinds, told), None, engine.comm)
+    interruptible(engine.commits, lambda told: _copy(engine, targets, kinds, told), None, engine.comm)
     with torch.no_grad():
         for value, target in buffers:
             target.copy_(value)

@@ -16,6 +16,7 @@ from infinity.autograd import saved
 from infinity.autograd.activations import Activations
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.phases import CLOSED, UNWRAPPED, Phases
+from infinity.core.commits import Commits
 from infinity.core.config import Config
 from infinity.core.errors import BudgetError, DirectoryError, OutOfMemoryError, StorageError, WrapError
 from infinity.core.sizes import Tier
@@ -27,7 +28,6 @@ from infinity.hardware import cpu_adam
 from infinity.hardware.aio import RingSettings
 from infinity.hardware.comm import connect
 from infinity.hardware.cores import node_for
-from infinity.hardware.deferral import Deferral
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.ranks import PATIENCE, Alone, Comm
 from infinity.optim import misuse
@@ -38,7 +38,7 @@ from infinity.optim.edits import Edits
 from infinity.optim.optimizer import OffloadOptimizer
 from infinity.optim.rules import Rule, matrices_of, rule_of
 from infinity.optim.state_io import States
-from infinity.optim.update import LOST, Updater
+from infinity.optim.update import Updater
 from infinity.params.cache import Cache
 from infinity.params.discover import Scope, UnitMembers, discover, param_specs
 from infinity.params.load import Loader
@@ -212,8 +212,8 @@ class Engine:
                     add_cure(error, units, sets, moments, config, device)
                 raise
             undo.callback(store.close)
-            self.deferral = Deferral(device.carry, staged=device.staged)
-            undo.callback(self.deferral.close)
+            self.commits = Commits(staged=device.staged, carry=device.carry)
+            undo.callback(self.commits.close)
             heap = None
             if config.activations == "host":
                 heap = PinnedHeap(self.footprint.activation_nbytes, pins=pins, node=node)
@@ -245,7 +245,7 @@ class Engine:
         self.device, self.store, self.pool, self.comm = device, store, pool, comm
         owners = Alone() if self.config.zero_stage == 0 else comm  # of units: each rank has the whole
         stage = self.config.zero_stage if owners.world > 1 else 0
-        units, uses = [], Uses()
+        units, uses = [], Uses(len(layouts))
         self.params: dict[nn.Parameter, ShardedParam] = {}
         for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
             sharded = [
@@ -269,7 +269,7 @@ class Engine:
         publisher = Publisher(store, device)
         cache = Cache(units, uses, self.loader, capacity, device, self.updates, publisher, self.recorder)
         self.residency = Residency(
-            *(units, uses, cache, device, self.updates, publisher, self.recorder, self.deferral),
+            *(units, uses, cache, device, self.updates, publisher, self.recorder, self.commits),
             stage=stage,
         )
         room = max(0, self.budget.host - self.footprint.total(Tier.HOST))
@@ -279,17 +279,17 @@ class Engine:
         )
         of_ranks = functools.partial(RankGradients, waits=waits)
         self.gradients: Gradients = (of_ranks if comm.world > 1 else Gradients)(
-            *(units, chunks, comm, self.updates, self.deferral),
+            *(units, chunks, comm, self.updates, self.commits),
             room=self.footprint.gradients_nbytes,
             spare=room,
             scale=self.config.loss_scale if self.config.compute_dtype is torch.float16 else 1.0,
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)
         self.updater = Updater(self.tiers, self.updates, self.loader, self.recorder, self.matrix_owners)
-        self.states = States(self.tiers, self.updater, self.residency, comm, room, self.deferral)
-        self.edits = Edits(self.tiers, self.states, comm, self.deferral)
+        self.states = States(self.tiers, self.updater, self.residency, comm, room, self.commits)
+        self.edits = Edits(self.tiers, self.states, comm, self.commits)
         self.activations = (
-            Activations(device, heap, [u.storage for u in units], self.deferral) if heap is not None else None
+            Activations(device, heap, [u.storage for u in units], self.commits) if heap is not None else None
         )
         state = optimizer.state if optimizer is not None else {}
         take_over(model, state, rule, units, self.states, device, comm, weights)
@@ -327,7 +327,7 @@ class Engine:
         token, blocks = self.phases.token, self.phases.blocks
         ends = functools.partial(
             _shut_down,
-            *(token, self.deferral, blocks, self.updater, self.loader, self.gradients, store, pool, device),
+            *(token, blocks, self.updater, self.loader, self.gradients, store, pool, device),
             *(comm, self.activations, self._kept, self.hooks.keys),
         )
         self._reaper = Reaper(self, ends, sum(unit.layout.gathered_nbytes for unit in self.units))
@@ -397,30 +397,26 @@ class Engine:
             try:
                 if hurry:
                     self.store.give_up(GRACE)
-                elif not self.updates.failed and self.phases.usable:
-                    self.updates.go_on()
-                    if self.residency.has_two_versions:
-                        self.publish()  # what is on the device is the newest then
-                        self.residency.resume_all()
+                elif not self.updates.failed and self.phases.usable and self.residency.has_two_versions:
+                    self.publish()  # what is on the device is the newest then
+                    self.residency.resume_all()
             finally:
                 self.phases.close(CLOSED)
                 self._shut = True
                 self._reaper.close()
                 self.tiers.drop_memory()
+                self.commits.close()
             if not hurry:
                 self.updates.check_once()
         except (StorageError, OutOfMemoryError) as error:
             names = [self.units[index].layout.name for index in self.updates.units]
             if names:
                 error.found = f"{error.found}; never updated: {', '.join(names)}"
-            if isinstance(error, OutOfMemoryError):
-                error.cure = LOST  # nothing goes on any more
             raise
 
 
 def _shut_down(
     token: saved.Forwards,
-    deferral: Deferral,
     blocks: Blocks,
     updater: Updater,
     loader: Loader,
@@ -442,12 +438,6 @@ def _shut_down(
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             store.give_up(GRACE)  # a user who interrupts the wait wants no more of it
 
-    def close_deferral() -> None:
-        if store.given_up:  # a save, say, whose drive does not answer, is left where it is
-            deferral.close(store.left())
-        else:
-            deferral.close()
-
     with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
         stack.callback(kept.close)
         stack.callback(comm.close)
@@ -456,7 +446,7 @@ def _shut_down(
         stack.callback(device.close)  # after it no copy reads what the ones above unpin
         if activations is not None:
             stack.callback(activations.close)
-        for close in (gradients.close, loader.close, updater.close, close_deferral):
+        for close in (gradients.close, loader.close, updater.close):
             stack.push(hurry)
             stack.callback(close)
 

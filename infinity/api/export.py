@@ -15,14 +15,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from infinity.core.commits import Commits
 from infinity.core.errors import ConfigError, CorruptionError, StateDictError, WrapError
 from infinity.core.sizes import parse_dtype, parse_size
-from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Alone, Comm
 from infinity.params.param import plain_name
 from infinity.storage.checkpoints import Found, check_shared, find
 from infinity.storage.folder import Folder
-from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.shards import Shards
 from infinity.storage.tensor_file import TensorFile
 from infinity.storage.tensor_header import Spec
@@ -120,10 +119,10 @@ def export(
     engine = engine_in(model) if isinstance(model, nn.Module) else None
     with contextlib.ExitStack() as stack:
         if engine is not None:
-            comm, deferral = engine.comm, engine.deferral
+            comm, commits = engine.comm, engine.commits
         else:
-            comm, deferral = Alone(), Deferral(lambda: contextlib.nullcontext)
-            stack.callback(lambda: deferral.close(*((GRACE,) if interrupted() else ())))
+            comm, commits = Alone(), Commits()
+            stack.callback(commits.close)
 
         def begin() -> tuple[str, _Content, dict[str, str]]:
             target = os.path.abspath(path_of(path, "model"))
@@ -145,10 +144,8 @@ def export(
             _check_merge(merge_adapters, False)
             return target, content, files
 
-        given = guarded(comm, _WHAT, begin, deferral.run)
-        return interruptible(
-            deferral, lambda told: _Writing(engine, comm, *given, told).run(), progress, comm
-        )
+        given = guarded(comm, _WHAT, begin, commits.run)
+        return interruptible(commits, lambda told: _Writing(engine, comm, *given, told).run(), progress, comm)
 
 
 @dataclass(frozen=True)

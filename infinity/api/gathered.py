@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.autograd import saved
-from infinity.core.engine_lock import Hold
+from infinity.core.commits import Hold
 from infinity.core.errors import ParameterError
 from infinity.grads.sharded_grad import ShardedGrad
 from infinity.optim.misuse import not_for_training
@@ -92,8 +92,8 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
                 self._claim(engine, of[engine])
         except BaseException:
             for engine in self._engines:
-                if engine.deferral.lock.mine:
-                    engine.deferral.lock.leave(self._hold)
+                if engine.commits.mine:
+                    engine.commits.leave(self._hold)
             self._hold = None
             self._end()
             raise
@@ -103,7 +103,7 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
         if self._write and not engine.trains:
             raise not_for_training("`gathered(write=True)`")
         assert self._hold is not None
-        engine.deferral.lock.enter(self._hold)
+        engine.commits.enter(self._hold)
         engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version
         engine.gradients.wait()
         named: dict[int, set[int]] = {unit: set() for unit in sorted({engine.params[p].unit for p in params})}

@@ -99,7 +99,7 @@ def load(
     interrupt), it may have loaded a part: then the engine raises an error until another load succeeds.
     """
     engine = engine_of(optimizer)
-    comm, make = engine.comm, engine.deferral.run
+    comm, make = engine.comm, engine.commits.run
 
     def begin() -> str:
         engine.check_trains()

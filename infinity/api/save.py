@@ -107,9 +107,9 @@ def save(
     """
     engine = engine_of(optimizer)
     comm, what = engine.comm, _WHAT.format(engine.optimizer.steps)
-    given = guarded(comm, what, lambda: _given(engine, path, state, keep_last), engine.deferral.run)
+    given = guarded(comm, what, lambda: _given(engine, path, state, keep_last), engine.commits.run)
     return interruptible(
-        engine.deferral,
+        engine.commits,
         lambda told: _Saving(engine, what, given, frozen, told).run(keep_last),
         progress,
         comm,

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.autograd.hooks import Hooks
 from infinity.autograd.phases import Phases
+from infinity.core.commits import Commits
 from infinity.core.errors import ParameterChangedError, ReleasedParameterError
 from infinity.core.stack import frames
-from infinity.hardware.deferral import Deferral
 from infinity.hardware.ranks import Comm
 from infinity.optim.edits import Edits
 from infinity.optim.misuse import not_for_training
@@ -38,7 +38,7 @@ class _StateDictEngine(Protocol):
     edits: Edits
     residency: Residency
     phases: Phases
-    deferral: Deferral
+    commits: Commits
     hooks: Hooks
 
     def model(self) -> nn.Module | None: ...
@@ -60,7 +60,7 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
         unit = engine.residency.units[sharded.unit]
         return unit.on_device and engine.residency.differs(unit) and (soon or not unit.newest)
 
-    lock = engine.deferral.lock  # of a module from its first hook to its last: [Note: the engine lock]
+    lock = engine.commits  # of a module from its first hook to its last: [Note: the engine lock]
     modules = {id(m) for m in model.modules()}
     given: dict[ShardedParam, weakref.ref[torch.Tensor]] = {}  # by the state dict that is being made
     memory: dict[ShardedParam, torch.Tensor] = {}  # for copies to come
@@ -174,7 +174,7 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
         loaded = {n: p for n, p in module._parameters.items() if p in engine.params and prefix + n in state}
         values = {prefix + n: state[prefix + n] for n in loaded}
         if own(module):
-            engine.deferral.run(lambda: agree_on_values(engine.comm, "load_state_dict", values))
+            engine.commits.run(lambda: agree_on_values(engine.comm, "load_state_dict", values))
         lock.enter(module)
         engine.edits.given.forget(engine.params[p] for p in loaded.values())
         # What stays gathered between its uses goes; in a `gathered` block it is edited where it is.

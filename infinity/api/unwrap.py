@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from infinity.autograd.phases import Phases
+from infinity.core.commits import Commits
 from infinity.core.errors import BudgetError, ClosedError, ParameterError
 from infinity.core.sizes import format_size
-from infinity.hardware.deferral import Deferral
 from infinity.hardware.probe import available_host_memory
 from infinity.optim.edits import Edits
 from infinity.optim.state_io import States
@@ -23,7 +23,7 @@ class _UnwrapEngine(Protocol):
     units: list[ParamUnit]
     states: States
     edits: Edits
-    deferral: Deferral
+    commits: Commits
     phases: Phases
 
     def model(self) -> nn.Module | None: ...
@@ -49,7 +49,7 @@ def restore(engine: _UnwrapEngine) -> None:
         values = {s: s.param.detach().to("cpu", s.given_dtype, copy=True) for s in params}
     else:
         values = engine.states.values_of(params)
-    engine.deferral.run(lambda: _give_back(engine, values))
+    engine.commits.run(lambda: _give_back(engine, values))
     engine.close()
 
 

@@ -46,7 +46,7 @@ class Wanted(Asked):
         due = due or self.save or late
         told: list[Any] = [[self.came, due]]  # what comes from here on, the next call tells
         if engine.comm.world > 1:
-            told = engine.deferral.run(lambda: agree(engine.comm, "the end of a step", *told))
+            told = engine.commits.run(lambda: agree(engine.comm, "the end of a step", *told))
         self.end, due = next((end for end, _ in told if end), ""), any(due for _, due in told)
         self.came = self.came or self.end
         if due or self.end:

@@ -27,9 +27,9 @@ from typing import Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.core.commits import Commits, commit
 from infinity.core.errors import ClosedError
 from infinity.core.sizes import format_size
-from infinity.hardware.deferral import Deferral, deferred
 from infinity.hardware.device import Device, Event
 from infinity.planning.footprint import AHEAD, SMALLEST
 from infinity.storage.heap import HeapLease, PinnedHeap
@@ -118,9 +118,9 @@ class Activations:
         device: Device,
         heap: PinnedHeap,
         storages: Iterable[torch.UntypedStorage],
-        deferral: Deferral,
+        commits: Commits,
     ) -> None:
-        self.deferral = deferral
+        self.commits = commits
         self.seen = 0  # inputs of checkpointed layers, whatever became of them
         self.kept = 0  # inputs that found no room on the host
         self._device = device
@@ -216,7 +216,7 @@ class Activations:
                 yield copy
             saved = saved.before() if saved.before is not None else None
 
-    @deferred
+    @commit
     def _hold(self, copies: list[_InputCopy]) -> None:
         """Keep these on the device, and no others."""
         wanted = {id(c) for c in copies}
@@ -230,7 +230,7 @@ class Activations:
                     self._device.wait_on_device(copy.memory.arrival or copy.memory.left)
                 copy.memory.device = copy.memory.arrival = None
 
-    @deferred
+    @commit
     def _copy_of(self, tensor: torch.Tensor) -> _InputCopy | None:
         """Return the copy of a tensor: the one that there is, or a new one on its way to the host;
         None if there is no room."""
@@ -256,7 +256,7 @@ class Activations:
         self._copies[key] = copy
         return copy
 
-    @deferred
+    @commit
     def _bring(self, copy: _InputCopy) -> torch.Tensor:
         """Return the tensor on the device; it may be on its way (`arrival`)."""
         memory = copy.memory
@@ -271,7 +271,7 @@ class Activations:
             memory.device = tensor
         return memory.device
 
-    @deferred
+    @commit
     def _release_leases(self) -> None:
         """Return the leases of copies that are gone, as far as nothing still reads or fills them."""
         for _ in range(len(self._home)):

@@ -2,18 +2,13 @@
 
 A recomputed scope keeps its units until its backward begins, or another scope's forward begins. A unit that
 autograd or an operator needs elsewhere stays until another unit is needed; if the program has its address,
-it stays until a scope begins or ends. A thread that a forward starts, a guest of the thread that holds the
-engine lock ([Note: the engine lock]), keeps what it uses until it uses other units, or until that forward
-ends.
+it stays until a scope begins or ends.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from types import FrameType
 
-from infinity.core.stack import frames, is_module_call
 from infinity.params.discover import Scope
 from infinity.params.residency import Residency
 from infinity.params.uses import Use, UseKind
@@ -30,7 +25,6 @@ class Forward(Use):
         self.newest = newest  # the version that it used: [Note: two versions]
         self.start = start  # of all nodes that it makes, the first
         self.ended = False  # a backward of it
-        self.guest: FrameType | None = None  # its frame, in a thread that a forward has started
         self.still = False  # nothing moved for its forward: [Note: nothing moves]
 
 
@@ -39,15 +33,14 @@ class Claims:
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._lock = residency.deferral.lock
         self._operator = Use(UseKind.OPERATOR)
         self._wanted: tuple[int, ...] = ()  # units that were asked for last
         self._addressed: set[int] = set()  # units asked for before, in whose memory somebody has an address
 
     def release_recomputed(self, scope: Scope | None) -> None:
         """Let go of recomputed scopes, but for `scope`."""
-        for use in self._residency.uses:
-            if use.kind is UseKind.RECOMPUTED and isinstance(use, Forward) and use.scope is not scope:
+        for use in [*self._residency.uses.of[UseKind.RECOMPUTED]]:
+            if isinstance(use, Forward) and use.scope is not scope:
                 self._residency.release(use)
 
     def want(self, units: Sequence[int], *, newest: bool, note: bool, address: bool = False) -> None:
@@ -73,40 +66,3 @@ class Claims:
         self._wanted = ()
         self._addressed.clear()
         self._residency.uses.end(self._operator)
-
-    def join(self) -> FrameType | None:
-        """Be a guest until the module call under way is over; return its frame for `part`, or None if no
-        other thread holds the engine lock."""
-        for frame in frames():
-            if is_module_call(frame):
-                break
-        return frame if self._lock.join(frame) else None
-
-    def part(self, frame: FrameType | None) -> None:
-        """Undo `join`."""
-        if frame is not None:
-            self._lock.part(frame)
-
-    def want_as_guest(self, units: Sequence[int], *, newest: bool) -> bool:
-        """Load `units` for this thread, and keep them until it uses other units or until `release_guests`,
-        because the forward's own thread goes on meanwhile. Return False, and do nothing, if no other thread
-        holds the engine lock."""
-        frame = next(frames())
-        if not self._lock.join(frame):
-            return False
-        try:
-            mine = [u for u in self._guests() if u.thread == threading.get_ident()]
-            use = mine[0] if mine else Use(UseKind.GUEST)
-            self._residency.keep_only(use, units)
-            self._residency.acquire(units, use, newest=newest)
-        finally:
-            self._lock.part(frame)
-        return True
-
-    def _guests(self) -> list[Use]:
-        return [use for use in self._residency.uses if use.kind is UseKind.GUEST]
-
-    def release_guests(self) -> None:
-        """The forward is over."""
-        for use in self._guests():
-            self._residency.release(use)

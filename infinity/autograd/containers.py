@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def tensors_in(value: Any, seen: set[int] | None = None, *, objects: bool = True) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers, and with `objects` also in dataclasses and plain objects."""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (str, bytes, int, float, type)) or id(value) in seen:
-        return
-    seen.add(id(value))
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        items = value
-    elif objects and not isinstance(value, nn.Module) and hasattr(value, "__dict__") and not callable(value):
-        items = vars(value).values()
-    for item in items:
-        yield from tensors_in(item, seen, objects=objects)
+def tensors_in(value: Any, *, objects: bool = True) -> list[torch.Tensor]:
+    """Return the tensors in containers, and with `objects` also in dataclasses and plain objects."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    left = [value]  # the first comes last
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+            continue
+        kind = type(value)
+        if value is None or kind in _NOTHING or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kind is tuple or kind is list:
+            left.extend(reversed(value))
+        elif kind is dict or isinstance(value, Mapping):
+            left.extend(reversed([*value.values()]))
+        elif isinstance(value, (list, tuple, set)):
+            left.extend(reversed([*value]))
+        elif isinstance(value, (str, bytes, int, float, type)):
+            continue
+        elif objects and not (isinstance(value, nn.Module) or callable(value)) and hasattr(value, "__dict__"):
+            left.extend(reversed([*vars(value).values()]))
+    return found
+
+
+#: Classes of values without tensors.
+_NOTHING = (bool, int, float, str, bytes)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -21,6 +21,7 @@ class Guard:
 
     def __init__(
         self,
+        model: nn.Module,
         scopes: Sequence[Scope],
         params: Sequence[ShardedParam],
         units: Sequence[ParamUnit],
@@ -31,6 +32,10 @@ class Guard:
         self._made = "wrap" if trains else "infinity.inference"  # what the model was given to
         self._params = params
         self._known = {id(s.param) for s in params}
+        #: Of each module the numbers of its parameters and of its children.
+        self._modules = [
+            (m, [*map(id, m._parameters.values())], [*map(id, m._modules.values())]) for m in model.modules()
+        ]
         self._units = units
         self._uses = uses
         self._device_type = units[0].storage.device.type if units else "cpu"
@@ -62,11 +67,16 @@ class Guard:
         keeps edits) or unfrozen."""
         written = self._uses.writes()
         grad = torch.is_grad_enabled()
-        for sharded in self._params:
-            sharded.check(None if sharded.unit in written else self._units[sharded.unit].storage)
-            # PEFT unfreezes a reference adapter while it is used
-            if grad and not sharded.spec.trainable and sharded.param.requires_grad:
-                raise self._unfrozen(sharded.name)
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded in self._params:  # without calls: there are many
+                param, spec, unit = sharded.param, sharded.spec, self._units[sharded.unit]
+                place = param.storage_offset(), param.stride()
+                there = param.untyped_storage()._cdata == unit.storage._cdata and place == sharded.place
+                if not there or param.dtype is not spec.dtype or param.shape != spec.shape:
+                    sharded.check(None if sharded.unit in written else unit.storage)
+                # PEFT unfreezes a reference adapter while it is used
+                if grad and not spec.trainable and param.requires_grad:
+                    raise self._unfrozen(sharded.name)
 
     def _unfrozen(self, name: str) -> ParameterChangedError:
         if self._made != "wrap":
@@ -89,6 +99,13 @@ class Guard:
 
     def check_added(self, model: nn.Module) -> None:
         """Raise `ParameterChangedError` if the model has other parameters than at `wrap`."""
+        for module, params, children in self._modules:  # without calls: there are many
+            if [*map(id, module._parameters.values())] != params or [
+                *map(id, module._modules.values())
+            ] != children:
+                break
+        else:
+            return
         known = self._known
         found = [id(p) for p in model.parameters()]
         if len(found) == len(known) and known.issuperset(found):
@@ -110,6 +127,8 @@ class Guard:
         """Raise `ParameterChangedError` if a parameter of a scope was replaced or removed."""
         for module, name, param in self._scope_params[id(scope.module)]:
             found = module._parameters.get(name)
+            if found is param:
+                continue
             if found is not None and not isinstance(found, nn.Parameter):
                 raise ParameterChangedError(
                     f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
@@ -119,12 +138,11 @@ class Guard:
                     cure="call the model itself; for gradients of its parameters use loss.backward() or "
                     "torch.autograd.grad(loss, parameters); torch.func.grad of its inputs works",
                 )
-            if found is not param:
-                raise ParameterChangedError(
-                    f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
-                    "was replaced or removed after `wrap`",
-                    expected="the parameters that the model had at `wrap`",
-                    found="another object",
-                    cure="build the whole model, and resize, replace or remove modules, before `wrap`; or "
-                    "`infinity.unwrap(model)`, change it, and wrap it again",
-                )
+            raise ParameterChangedError(
+                f"the parameter {name!r} of {type(module).__name__} in {scope.name or 'the model'!r} "
+                "was replaced or removed after `wrap`",
+                expected="the parameters that the model had at `wrap`",
+                found="another object",
+                cure="build the whole model, and resize, replace or remove modules, before `wrap`; or "
+                "`infinity.unwrap(model)`, change it, and wrap it again",
+            )

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.core.commits import in_backward
 from infinity.grads.gradients import Gradients
-from infinity.hardware.deferral import in_backward
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
@@ -57,7 +57,7 @@ class Hooks:
         self._gradients = gradients
         self._compute_dtype = compute_dtype
         self._activations = activations
-        self.guard = Guard(scopes, params, residency.units, residency.uses, trains=phases.trains)
+        self.guard = Guard(model, scopes, params, residency.units, residency.uses, trains=phases.trains)
         self._handles: list[Any] = []
         self._handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         for scope in scopes:
@@ -87,28 +87,30 @@ class Hooks:
     # -- forward ----------------------------------------------------------------------------
 
     def _install(self, scope: Scope) -> None:
-        phases = self._phases
+        phases, commits, guard = self._phases, self._phases.commits, self.guard
 
         @eager
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.guard.check_autocast(scope.name)
-            self.guard.check_replaced(scope)
-            forward = phases.enter_still(scope) or phases.enter(scope)
-            if scope.looks:
-                self._use(scope.looks, False)
-            if torch.is_grad_enabled():
-                inputs.watch(args, kwargs, lambda: phases.end_scope_backward(forward))
+            with commits:
+                guard.check_autocast(scope.name)
+                guard.check_replaced(scope)
+                forward = phases.enter_still(scope) or phases.enter(scope)
+                if scope.looks:
+                    self._use(scope.looks, False)
+                if torch.is_grad_enabled():
+                    inputs.watch(args, kwargs, lambda: phases.end_scope_backward(forward))
 
         @eager
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            forward = phases.leave(scope)
-            if forward is None:
-                return None
-            try:
-                if torch.is_grad_enabled():
-                    self._watch(output, forward)
-            finally:
-                phases.release(forward)
+            with commits:
+                forward = phases.leave(scope)
+                if forward is None:
+                    return None
+                try:
+                    if torch.is_grad_enabled():
+                        self._watch(output, forward)
+                finally:
+                    phases.release(forward)
             return None
 
         module = scope.module
@@ -119,6 +121,10 @@ class Hooks:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the root's forward."""
         self.guard.check_traced()
+        with self._phases.commits:
+            return self._begin(module, args, kwargs)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         phases = self._phases
         outside = phases.enter_root(module, self)
         self.guard.check_autocast("")
@@ -140,8 +146,13 @@ class Hooks:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
         phases = self._phases
-        if not in_backward() and not phases.deferral.lock.mine:
+        if not in_backward() and not phases.commits.mine:
             return None  # it never began: another thread holds the lock
+        with phases.commits:
+            return self._end(output)
+
+    def _end(self, output: Any) -> Any:
+        phases = self._phases
         if phases.leave_root(self):
             if torch.is_grad_enabled() and not in_backward():
                 self._keep_version(output, self._phases.newest)
@@ -155,7 +166,8 @@ class Hooks:
     def _watch(self, output: Any, forward: Forward) -> None:
         @eager
         def begins(grad: torch.Tensor) -> None:
-            self._phases.begin_scope_backward(forward)
+            with self._phases.commits:
+                self._phases.begin_scope_backward(forward)
 
         for tensor in tensors_in(output):
             # Not a leaf, on which hooks would stay for good: the scope has computed nothing of it.
@@ -168,18 +180,20 @@ class Hooks:
 
         @eager
         def begins(grad: torch.Tensor) -> None:
-            self._phases.begin_root_backward(newest=newest)
+            with self._phases.commits:
+                self._phases.begin_root_backward(newest=newest)
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(begins)
 
     def _gradient_arrives(self, sharded: ShardedParam) -> None:
-        self._gradients.arrived(sharded)
-        self._phases.came(sharded)
-        unit = self._residency.units[sharded.unit]
-        if self._gradients.complete(unit):
-            self._phases.end_unit_backward(unit)
+        with self._phases.commits:
+            self._gradients.arrived(sharded)
+            self._phases.came(sharded)
+            unit = self._residency.units[sharded.unit]
+            if self._gradients.complete(unit):
+                self._gradients.reduce(unit)
 
     # -- what is used elsewhere -------------------------------------------------------------
 
@@ -188,11 +202,12 @@ class Hooks:
         there = unit.persistent or unit.in_use
         if unit.state is UnitState.UNSHARDED and unit.newest == newest and there:
             return
-        if unit.is_away:
-            self._phases.check()
-        self._want((unit.index,), newest)
-        if not in_backward():
-            self._phases.claims.release_wanted()
+        with self._phases.commits:
+            if unit.is_away:
+                self._phases.check()
+            self._want((unit.index,), newest)
+            if not in_backward():
+                self._phases.claims.release_wanted()
 
     def _use(self, units: Sequence[int], address: bool) -> bool:
         """Code uses released parameters of `units`. In a forward or a backward, load all of these units: a
@@ -203,10 +218,10 @@ class Hooks:
             if self._phases.closed:
                 self._phases.check()  # raises what to do then
             return False
-        if not in_backward() and self._phases.claims.want_as_guest(units, newest=self._phases.newest):
-            return True
-        self._phases.check()
-        self._want(units, self._phases.newest, address=address)
+        self._phases.commits.check_thread()
+        with self._phases.commits:
+            self._phases.check()
+            self._want(units, self._phases.newest, address=address)
         return True
 
     def _want(self, units: Sequence[int], newest: bool, *, address: bool = False) -> None:
@@ -234,7 +249,8 @@ def _coming_hook(hooks: Hooks) -> Callable[[torch.Tensor], None]:
     @eager
     def begins(grad: torch.Tensor) -> None:
         if (owner := weak_hooks()) is not None:
-            owner._phases.begin_backward()
+            with owner._phases.commits:
+                owner._phases.begin_backward()
 
     return begins
 

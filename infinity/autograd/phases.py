@@ -1,8 +1,8 @@
 """The phases of a training loop, and the four places that see all of it.
 
-[Note: the seams] The places are `begin_forward`, when a forward begins from outside; `end_unit_backward`,
-when a unit's gradients of one backward have arrived; `end_backward`, when the outermost backward is over;
-`step`, when an optimizer's step begins. The engine calls them in the order of the program, on the thread that
+[Note: the seams] The places are `begin_forward`, when a forward begins from outside; `Gradients.reduce`, when
+a unit's gradients of one backward have arrived; `end_backward`, when the outermost backward is over; `step`,
+when an optimizer's step begins. The engine calls them in the order of the program, on the thread that
 runs it. No other call tells one part of the engine that another phase has begun. Work that concerns all units
 or all ranks (collectives, commits, traces) attaches to these four places and to no others.
 
@@ -12,8 +12,8 @@ unit is a use that a reset can drop ([Note: uses], [Note: looks at the stack]).
 
 [Note: nothing moves] Where all units are placed on the device, in one version, the forward of a scope inside
 the root's moves nothing, and keeps no unit that could go. Such a forward is *still*: the engine notes it on a
-list of its own, and changes no other state. So it needs no deferred section, which costs more than a small
-layer computes. A unit that waits for its update, a backward, another thread and a trace take the usual way.
+list of its own, and changes no other state. So it acquires nothing, which costs more than a small layer
+computes. A unit that waits for its update, a backward, another thread and a trace take the usual way.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 from torch.autograd.variable import Variable
 
+from infinity.core import handlers
+from infinity.core.commits import commit, in_backward
 from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
-from infinity.core.stack import calls_of, is_called, is_outermost
-from infinity.hardware.deferral import deferred, in_backward
+from infinity.core.stack import calls_of, is_called
 from infinity.optim.behind import Behind, Parts
 from infinity.optim.blocks import Blocks
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
-from infinity.params.unit import ParamUnit
 from infinity.params.uses import Use, UseKind
 
 from . import inputs, saved
@@ -85,7 +85,7 @@ class Phases:
         trains: bool = True,
     ) -> None:
         self.owner = owner  # kept by whoever has the phases: the model's hooks, and the optimizer
-        self.deferral = parts.residency.deferral
+        self.commits = parts.residency.commits
         self.trains = trains  # whether there is an optimizer; without, no forward has a backward to come
         self.claims = Claims(parts.residency)
         self.uses = parts.residency.uses  # all that is under way: [Note: uses]
@@ -130,10 +130,10 @@ class Phases:
 
     def _of_scopes(self, kind: UseKind) -> list[Forward]:
         """Return the forwards of scopes, or their backwards, that are under way, innermost last."""
-        return [use for use in self.uses if use.kind is kind and isinstance(use, Forward)]
+        return [use for use in self.uses.of[kind] if isinstance(use, Forward)]
 
     def _roots(self) -> list[Root]:
-        return [use for use in self.uses if isinstance(use, Root)]
+        return [use for use in self.uses.of[UseKind.ROOT] if isinstance(use, Root)]
 
     @property
     def in_forward(self) -> bool:
@@ -159,9 +159,9 @@ class Phases:
         if self.behind is not None and not (backward or looks):
             self.behind.check_stepped("a use of the model or its state")
 
-    @deferred
+    @commit
     def _check(self, *, backward: bool) -> None:
-        """`check`; in a `backward`, which cannot be made again, an update that stopped goes on unsaid."""
+        """`check`; in a `backward` nothing of an earlier one is lost."""
         if self.closed:
             raise ClosedError(
                 "the engine of this model is closed",
@@ -179,11 +179,7 @@ class Phases:
                 found=self._partly,
                 cure="load a whole checkpoint, with `infinity.load`; or build the model again",
             )
-        if backward:
-            self._updates.go_on()
-            self._updates.check_failed()
-        else:
-            self._updates.check()
+        self._updates.check()
         self._store.check()
 
     def note_lost(self) -> None:
@@ -217,9 +213,10 @@ class Phases:
     def begin_forward(self, use: object, *, training: bool) -> None:
         """A forward begins from outside of any other: take the engine lock for it, and use the version that
         `training` or evaluating uses."""
-        self.deferral.begin(use)
+        handlers.wrap()
+        self.commits.begin(use)
         self.reset_abandoned()
-        self.deferral.begin(use)  # that ended what this thread had begun
+        self.commits.begin(use)  # that ended what this thread had begun
         self.blocks.end_left()
         self._edits.given.check()
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
@@ -243,7 +240,7 @@ class Phases:
         if in_backward():
             self.check()
             return False
-        self.deferral.begin(use)
+        self.commits.begin(use)
         self.check()
         if roots := self._roots():
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
@@ -253,7 +250,7 @@ class Phases:
             if roots[:goes_on]:
                 return False
         self.reset()
-        self.deferral.begin(use)  # once more: that ended what was left of others
+        self.commits.begin(use)  # once more: that ended what was left of others
         return True
 
     def push_root(self, use: object, frame: object) -> None:
@@ -282,19 +279,16 @@ class Phases:
     def end_forward(self, use: object) -> None:
         """A forward that began from outside is over; without an optimizer, it is what figures count as a
         step."""
-        self.claims.release_guests()
         if not self.trains:
             self.stepped(0.0)
-        self.deferral.lock.leave(use)
+        self.commits.leave(use)
 
     def enter_still(self, scope: Scope) -> Forward | None:
         """A forward of a scope begins, as in `enter`, if it is still; else do nothing, and return None."""
         if not self._stays or scope.looks or self.behind is not None or self._recorder.log is not None:
             return None
-        if in_backward() or not self.deferral.lock.mine or not self.uses.has(UseKind.ROOT):
+        if in_backward() or not self.commits.mine or not self.uses.of[UseKind.ROOT]:
             return None
-        if scope.name and is_outermost(scope.module):
-            return None  # an interrupt ended what is said to be under way
         if not self._residency.use_still(scope.units, note=self.trains):
             return None
         if torch.is_grad_enabled():
@@ -311,14 +305,10 @@ class Phases:
     def enter(self, scope: Scope) -> Forward:
         """A forward of a scope begins."""
         forward = self._forward(scope)
-        inside = bool(scope.name) and self.in_forward and not forward.recomputes and self.deferral.lock.mine
-        if inside and is_outermost(scope.module):  # of the root, `enter_root` has seen to that
-            self.reset()  # a KeyboardInterrupt ended what is said to be under way
         if forward.recomputes:
             self.end_passed()
-        elif self.uses.has(UseKind.ROOT):
-            forward.guest = self.claims.join()
-            forward.start = forward.start if forward.guest is None else -1  # another thread's numbers
+        elif self.uses.of[UseKind.ROOT]:
+            self.commits.check_thread()
         else:  # not called through the root
             self.begin_forward(forward, training=scope.module.training)
             forward.newest = self.newest
@@ -326,7 +316,7 @@ class Phases:
             self.behind.visit(scope.units)
         self.claims.release_recomputed(scope)
         self.claims.release_wanted()
-        for again in [f for f in self._of_scopes(UseKind.RECOMPUTED) if f.scope is scope]:
+        for again in [*self.uses.of[UseKind.RECOMPUTED]]:  # of this scope
             self.uses.end(again)  # what it kept, this one does
         self.uses.begin(forward)
         forward.frame = saved.enter(self.token)
@@ -346,11 +336,11 @@ class Phases:
                     del self._still[at:]  # with what an interrupt has left inside of it
                     saved.leave(still.frame)
                     return still
-        own = [f for f in self._of_scopes(UseKind.FORWARD) if f.scope is scope and f.thread == me]
-        if own:
-            saved.leave(own[-1].frame)
-            return own[-1]
-        mine = in_backward() or self.deferral.lock.mine
+        for forward in reversed([*self.uses.of[UseKind.FORWARD]]):
+            if isinstance(forward, Forward) and forward.scope is scope and forward.thread == me:
+                saved.leave(forward.frame)
+                return forward
+        mine = in_backward() or self.commits.mine
         return self._forward(scope) if mine else None
 
     def _forward(self, scope: Scope) -> Forward:
@@ -366,13 +356,11 @@ class Phases:
                 log.leave(forward)
             if in_backward() and torch.is_grad_enabled():
                 # Recomputation: its backward follows at once, or another scope comes.
-                forward.kind = UseKind.RECOMPUTED
+                self.uses.turn(forward, UseKind.RECOMPUTED)
             else:
                 self._residency.release(forward)
         finally:
-            self.claims.part(forward.guest)
-            forward.guest = None
-            self.deferral.lock.leave(forward)
+            self.commits.leave(forward)
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -381,18 +369,19 @@ class Phases:
         # A callback fires at the end of the backward that queues it, which may be the inner one
         # of reentrant checkpointing: each queues one, and the last to end is the outermost.
         task = torch._C._current_graph_task_id()
-        tasks = [use for use in self.uses if use.kind is UseKind.TASK]
-        if any(use.task == task for use in tasks):
-            return
+        tasks = self.uses.of[UseKind.TASK]
+        for use in tasks:
+            if use.task == task:
+                return
         if not tasks:
-            self.deferral.begin(self.token)
+            self.commits.begin(self.token)
             if (log := self._recorder.log) is not None:
                 log.backward(self, self._left)
             self._prepare_backward()
         self.uses.begin(Use(UseKind.TASK, task=task))
         Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
 
-    @deferred
+    @commit
     def _prepare_backward(self) -> None:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
         saved.leave_left()
@@ -416,8 +405,8 @@ class Phases:
         """The gradient of an output of a scope is there."""
         self.begin_backward()
         self.end_passed()
-        forward.kind, forward.task = UseKind.BACKWARD, torch._C._current_graph_task_id()
-        self.uses.begin(forward)
+        forward.task = torch._C._current_graph_task_id()
+        self.uses.turn(forward, UseKind.BACKWARD)
         self.claims.release_wanted()
         self.claims.release_recomputed(forward.scope)
         self.newest = forward.newest
@@ -432,10 +421,14 @@ class Phases:
     @eager
     def end_scope_backward(self, forward: Forward) -> None:
         """The backward of a scope is over: [Note: the end of a scope's backward]."""
+        with self.commits:
+            self._end_scope(forward)
+
+    def _end_scope(self, forward: Forward) -> None:
         # Or it has ended at another input, or never began.
-        claimed = forward in self._of_scopes(UseKind.BACKWARD)
+        claimed = forward in self.uses.of[UseKind.BACKWARD]
         for index in forward.scope.units:
-            self.end_unit_backward(self._residency.units[index])
+            self._gradients.reduce(self._residency.units[index])
         if claimed:
             self._residency.release(forward)
         self.claims.release_wanted()
@@ -454,27 +447,27 @@ class Phases:
         if self.behind is not None:
             self.behind.came(sharded)
 
-    def end_unit_backward(self, unit: ParamUnit) -> None:
-        """The gradients that this backward makes for a unit are there, all or as far as anybody knows; what
-        comes later is added to them."""
-        self._gradients.reduce(unit)
-
     def end_passed(self) -> None:
         """End the backwards of scopes that the node that runs now was made before."""
         number, task = inputs.number_now(), torch._C._current_graph_task_id()
-        self._end(lambda f: f.start > number and f.task == task)  # on whichever thread it runs
-
-    def _end(self, which: Callable[[Forward], bool]) -> None:
-        for forward in filter(which, self._of_scopes(UseKind.BACKWARD)):
-            self.end_scope_backward(forward)
+        for forward in [*self.uses.of[UseKind.BACKWARD]]:
+            # on whichever thread it runs
+            if isinstance(forward, Forward) and forward.start > number and forward.task == task:
+                self.end_scope_backward(forward)
 
     @eager
     def _backward_ends(self, task: int) -> None:
-        for use in self.uses:
-            if use.kind is UseKind.TASK and use.task == task:
+        with self.commits:
+            self._end_task(task)
+
+    def _end_task(self, task: int) -> None:
+        for use in [*self.uses.of[UseKind.TASK]]:
+            if use.task == task:
                 self.uses.end(use)
-        if self.uses.has(UseKind.TASK):
-            self._end(lambda f: f.task == task)
+        if self.uses.of[UseKind.TASK]:
+            for forward in self._of_scopes(UseKind.BACKWARD):
+                if forward.task == task:
+                    self.end_scope_backward(forward)
         else:
             self.end_backward()
 
@@ -494,7 +487,7 @@ class Phases:
 
     # -- step -------------------------------------------------------------------------------
 
-    @deferred
+    @commit
     def step(self) -> None:
         """A step of the optimizer begins: wait for all that it waits for. Changes nothing that a user
         sees."""
@@ -503,11 +496,12 @@ class Phases:
 
     def finish(self) -> None:
         """End what was left under way, and wait for every update."""
+        self._updates.check()
         if self.behind is not None:
             self.behind.check_stepped("a use of the model or its state")
         self._finish()
 
-    @deferred
+    @commit
     def _finish(self) -> None:
         saved.leave_left()
         self._check(backward=in_backward())
@@ -539,12 +533,11 @@ class Phases:
         self._left = 0
         if (log := self._recorder.log) is not None:
             log.leave_all()
-        self.claims.release_guests()
         self._still.clear()
         self.uses.drop(UseKind.ROOT, UseKind.FORWARD)
         saved.reset(self.token)
         self._reset_backward()
-        self.deferral.lock.reset()
+        self.commits.reset()
 
     def reset_abandoned(self) -> None:
         """`reset`, if something is left and no forward or backward is running. The caller holds the engine
@@ -558,7 +551,7 @@ class Phases:
         """Finish what a backward has left; forwards that it was a part of go on."""
         self.uses.drop(UseKind.TASK)
         self.claims.forget()
-        self.deferral.lock.leave(self.token)
+        self.commits.leave(self.token)
         self._gradients.send_all()
         self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED, UseKind.ONCE)
 

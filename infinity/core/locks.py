@@ -44,8 +44,13 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def reset_after_fork(plain: Any) -> Any:
+    """Return a lock of `threading`, which is free in each fork."""
+    _locks.add(plain)
+    return plain
+
+
 def lock(name: str, *, reentrant: bool = False) -> Lock:
     """Return a lock with a place in `ORDER`."""
-    plain: Any = threading.RLock() if reentrant else threading.Lock()
-    _locks.add(plain)
+    plain = reset_after_fork(threading.RLock() if reentrant else threading.Lock())
     return plain if check is None else check(plain, name, reentrant)

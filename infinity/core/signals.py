@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any, Final
 
+from .handlers import of_program
+
 #: Signals that end a process.
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 #: Seconds in which a second SIGTERM is the first one by another way: whoever stops a job sends it to all of
@@ -38,7 +40,7 @@ class Ended(KeyboardInterrupt, SystemExit):
 def end(number: int, frame: FrameType | None) -> None:
     """A handler that raises `Ended`, once."""
     for other in ENDING:  # a hang-up comes with a second one: it must not disturb the closing
-        if signal.getsignal(other) is end:
+        if of_program(other) is end:
             signal.signal(other, ignore)
     raise Ended(number)
 
@@ -66,7 +68,7 @@ class Asked:
         ignores (nohup) or handles itself keeps its handler, unless the handler is in `also`."""
         if threading.current_thread() is threading.main_thread():
             for number in {*ENDING, signal.SIGUSR1} - self._before.keys():
-                before = signal.getsignal(number)
+                before = of_program(number)
                 if before in (signal.SIG_DFL, end, ignore, *also):
                     self._before[number] = before
                     signal.signal(number, self._ask)
@@ -77,7 +79,7 @@ class Asked:
         run that has just saved all it has."""
         for number in self._before.keys() & set(numbers):
             before = self._before.pop(number)
-            now = signal.getsignal(number)
+            now = of_program(number)
             if number == signal.SIGHUP and now == self._ask and self._hung_up:
                 signal.signal(number, ignore)
             elif now in (self._ask, end, ignore):

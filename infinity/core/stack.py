@@ -1,9 +1,8 @@
 """Which calls a thread is in, by its Python frames.
 
 [Note: looks at the stack] torch calls no hook when a KeyboardInterrupt ends a forward, when an error ends a
-backward, or when a state dict's own hooks raise. It does not tell a saved-tensor hook which code saves. A
-thread that a forward starts has no link to the forward. The engine finds these facts on the stack, and only
-through this file.
+backward, or when a state dict's own hooks raise. It does not tell a saved-tensor hook which code saves. The
+engine finds these facts on the stack, and only through this file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Final
 
 def frames(ident: int | None = None) -> Iterator[FrameType]:
     """Return the Python frames of a thread (None: this one, from the caller's on), innermost first."""
-    return _from(sys._getframe(1) if ident in (None, threading.get_ident()) else _innermost(ident))
+    return _from(sys._getframe(1) if ident in (None, threading.get_ident()) else _current().get(ident or 0))
 
 
 def _from(frame: FrameType | None) -> Iterator[FrameType]:
@@ -111,35 +110,14 @@ def is_called(ident: int | None = None) -> bool:
     return any(_is_of(frame, _MODULES, "_call_impl") for frame in frames(ident))
 
 
-def is_outermost(module: object) -> bool:
-    """Return whether this thread is in exactly one call of `module`, and in no call of another module."""
-    # No generator, and one look at a frame's variables: this runs at each forward of a scope.
-    calls, others, innermost, frame = 0, 0, None, sys._getframe(1)
-    while frame is not None:
-        if _is_of(frame, _MODULES, "_call_impl"):
-            called = frame.f_code.co_name == "_call_impl"
-            calls, others = calls + called, others + (not called)
-            if calls > 1 or others > 1:
-                return False
-            innermost = innermost or frame
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls == 1 and innermost is not None and innermost.f_locals.get("self") is module
+def is_inside(ident: int | None = None) -> bool:
+    """Return whether a thread (None: this one) is in a forward, a backward or a state dict."""
+    return is_called(ident) or any(is_backward(f) or is_state_dict(f) for f in frames(ident))
 
 
-def frames_of_others(ident: int) -> Iterator[FrameType]:
-    """Return the Python frames of all threads but one."""
-    for other, frame in _current().items():
-        if other != ident:
-            yield from _from(frame)
-
-
-def has_frames(ident: int) -> bool:
-    """Return whether a thread is in Python code."""
-    return _innermost(ident) is not None
-
-
-def _innermost(ident: int | None) -> FrameType | None:
-    return _current().get(ident or 0)
+def is_any_in_backward() -> bool:
+    """Return whether any thread is in a backward."""
+    return any(is_backward(frame) for top in _current().values() for frame in _from(top))
 
 
 def _current() -> dict[int, FrameType]:

@@ -23,8 +23,8 @@ from .errors import OF_A_FORK, ClosedError
 POLL: Final = 0.1
 
 
-#: Called before each sleep; may raise what ends it. See [Note: a deaf main thread].
-look: Callable[[Bell], None] | None = None
+#: Called before each sleep; may raise what ends the wait (handlers.py).
+hear: Callable[[], None] | None = None
 
 
 class Bell:
@@ -63,8 +63,8 @@ class Bell:
             )
         if locks.before_wait is not None:
             locks.before_wait()
-        if look is not None:
-            look(self)
+        if hear is not None:
+            hear()
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
         self._sleepers.append(sleeper)  # before the look: who rings after it finds the sleeper

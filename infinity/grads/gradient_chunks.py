@@ -172,8 +172,9 @@ class ChunkGradients:
             wait = self.recorder.waits()
             try:
                 task.wait()
-            except Exception:  # but not an interrupt, after which it is still under way
-                self._tasks.popleft()
+            except Exception:
+                if task.is_over:  # and not a handler has raised
+                    self._tasks.popleft()
                 raise
             self._tasks.popleft()
             self.recorder.waited(wait, ("reduce", 0))

@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity.core.commits import Commits, commit, in_backward
 from infinity.core.errors import GradientError
 from infinity.core.sizes import format_size
-from infinity.hardware.deferral import Deferral, deferred, in_backward
 from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
@@ -59,14 +59,15 @@ class Gradients:
         chunks: ChunkGradients,
         comm: Comm,
         updates: Updates,
-        deferral: Deferral,
+        commits: Commits,
         *,
         room: int,
         spare: int = 0,
         scale: float = 1.0,
     ) -> None:
         self.units = units
-        self.deferral = deferral
+        self._trainable = [s for unit in units for s in unit.params if s.spec.trainable]
+        self.commits = commits
         self.chunks = chunks
         self.scale = scale
         self._backwards = self._before = 0  # that have begun, and those before the last step
@@ -145,10 +146,10 @@ class Gradients:
         if self._are_dropped():
             self.stepped()  # the next step has its backwards yet to come
         self._backwards += 1
-        for unit in self.units:
-            for sharded in unit.params:
-                grad = sharded.param.grad if sharded.spec.trainable else None
-                if isinstance(grad, ShardedGrad) or (grad is not None and self.scale != 1.0):
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded in self._trainable:
+                grad = sharded.param.grad
+                if grad is not None and (isinstance(grad, ShardedGrad) or self.scale != 1.0):
                     self.adopt(sharded)
 
     def check_unused(self, sharded: ShardedParam) -> None:
@@ -190,10 +191,15 @@ class Gradients:
         return buffer
 
     def _fits(self, nbytes: int) -> bool:
-        buffers = [*self._filling.values(), *(leaving.buffer for leaving in self.chunks.leaving)]
-        return not nbytes or sum(b.nbytes for b in buffers) + nbytes <= self._room
+        if not nbytes:
+            return True
+        for buffer in self._filling.values():
+            nbytes += buffer.nbytes
+        for leaving in self.chunks.leaving:
+            nbytes += leaving.buffer.nbytes
+        return nbytes <= self._room
 
-    @deferred
+    @commit
     def _make_room(self, unit: int, nbytes: int) -> None:
         """Let go of what is leaving; if that is not enough, of what has arrived of other units, too."""
         self.chunks.let_go()
@@ -206,7 +212,10 @@ class Gradients:
         """Return whether every parameter that can have a gradient has one waiting."""
         buffer = self._filling.get(unit.index)
         arrivals = buffer.arrivals if buffer is not None else {}
-        return all(p.index in arrivals for p in unit.params if p.spec.trainable and p.param.requires_grad)
+        for sharded in unit.params:
+            if sharded.index not in arrivals and sharded.spec.trainable and sharded.param.requires_grad:
+                return False
+        return True
 
     def reduce(self, unit: ParamUnit) -> None:
         """The backward of a unit ends: `send` what has arrived."""
@@ -214,8 +223,13 @@ class Gradients:
 
     def _are_dropped(self) -> bool:
         """Return whether there were gradients, and the user has let go of all of them."""
-        params = (s for unit in self.units for s in unit.params if s.spec.trainable)
-        return bool(self._numbers) and all(s.param.grad is None for s in params)
+        if not self._numbers:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded in self._trainable:
+                if sharded.param.grad is not None:
+                    return False
+        return True
 
     @property
     def is_last(self) -> bool:
@@ -258,7 +272,7 @@ class Gradients:
         if unit.index in self._filling:  # else there is nothing to do, and what leaves goes on leaving
             self._send_filled(unit)
 
-    @deferred
+    @commit
     def _send_filled(self, unit: ParamUnit) -> None:
         buffer = self._filling.get(unit.index)  # None: a call that was interrupted has sent it
         if buffer is None:
@@ -301,12 +315,12 @@ class Gradients:
         if self._filling:
             self._send_every()
 
-    @deferred
+    @commit
     def _send_every(self) -> None:
         for index in list(self._filling):
             self.send(self.units[index])
 
-    @deferred
+    @commit
     def wait(self) -> None:
         """Block until every gradient is complete on its tier; raise what went wrong."""
         self.send_all()
@@ -314,14 +328,14 @@ class Gradients:
         self.chunks.wait()
         self.chunks.finish_writes()
 
-    @deferred
+    @commit
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
         buffer = self._buffer_for(grad.sharded, is_zero=True)
         grad.factor, grad.is_zero = 1.0, True
         buffer.arrivals[grad.sharded.index] = Arrival(True, zero=True)
 
-    @deferred
+    @commit
     def clamp(self, grad: ShardedGrad, low: float, high: float) -> None:
         """Limit the elements of a gradient, unscaled, to `low` … `high`, which have zero between them."""
         self.reduce_waiting()
@@ -339,7 +353,7 @@ class Gradients:
             self.chunks.keep_clear([entry.chunk])
             self.chunks.work_on(entry, segment, lambda part: part.clamp_(*bounds), writes=True)
 
-    @deferred
+    @commit
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
@@ -349,7 +363,7 @@ class Gradients:
         for entry in self.chunks.entries.values():
             entry.clear()
 
-    @deferred
+    @commit
     def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return a gradient that the shards hold: fp32, on the host, unscaled, with its factor; shape as
         the parameter. Collective, with several ranks."""
@@ -401,7 +415,7 @@ class Gradients:
             mine = np.cumsum(np.append(0.0, terms))[-1:]
             return float(np.sqrt(self._add_up("the norm of the gradients", mine)[0]))
 
-    @deferred
+    @commit
     def norms(self, grads: Sequence[ShardedGrad]) -> list[float]:
         """Return the 2-norm of each gradient, unscaled, with its factor: [Note: norms]."""
         self.reduce_waiting()
@@ -426,7 +440,7 @@ class Gradients:
             sums = sums + np.frombuffer(told)
         return sums
 
-    @deferred
+    @commit
     def reconcile(self) -> None:
         """Drop from the shards what the user dropped by `p.grad = None`."""
         for unit in self.units:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from infinity.core.commits import commit, in_backward
 from infinity.core.errors import GradientError
-from infinity.hardware.deferral import deferred, in_backward
 from infinity.hardware.device import Task
 from infinity.hardware.ranks import told
 from infinity.params.param import ShardedParam
@@ -138,7 +138,7 @@ class RankGradients(Gradients):
         there."""
         return False
 
-    @deferred
+    @commit
     def reduce(self, unit: ParamUnit) -> None:
         """The backward of a unit ends: reduce what has arrived on any rank, and `send` this rank's slices of
         it. Collective, unless that waits.
@@ -156,7 +156,7 @@ class RankGradients(Gradients):
         if self.is_last and b"\1" in self._comm.exchange(f"the end of {unit.layout.name!r}", came):
             self._reduce(unit)
 
-    @deferred
+    @commit
     def reduce_rest(self) -> None:
         """`reduce` what is left when a backward ends, on any rank: units whose inputs need no gradient."""
         if not self._waits:
@@ -169,7 +169,7 @@ class RankGradients(Gradients):
         else:
             self._join(came)
 
-    @deferred
+    @commit
     def reduce_waiting(self) -> None:
         """`reduce` all that waits on any rank; in stages 2 and 3 that is what users added. Collective.
 
@@ -212,7 +212,7 @@ class RankGradients(Gradients):
         task = comm.begin(lambda: add_up(comm, mine, made, device))
         self._under_way.append((unit.index, mine.arrivals, task))
 
-    @deferred
+    @commit
     def _finish_reduced(self) -> None:
         """Send this rank's slices of what is being added up.
 
@@ -252,7 +252,7 @@ class RankGradients(Gradients):
             self._finish_reduced()
         super().send_all()
 
-    @deferred
+    @commit
     def clear(self) -> None:
         """Forget all gradients."""
         super().clear()

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from infinity.core.commits import in_backward
 from infinity.core.errors import GradientError, PrecisionError
-from infinity.hardware.deferral import in_backward
 from infinity.params.param import ShardedParam
 
 aten: Any = torch.ops.aten

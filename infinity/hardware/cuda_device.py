@@ -15,7 +15,6 @@ from infinity.core.sizes import format_size
 from infinity.core.spans import Moment, Recorder
 
 from .clock import DeviceClock, timed
-from .deaf import hear_in_backwards
 from .streams import Event
 
 
@@ -98,7 +97,6 @@ class CudaDevice:
         self._recorder = recorder or Recorder()
         self._clock: DeviceClock | None = None
         self._pinned = 0  # bytes
-        hear_in_backwards()
         with torch.cuda.device(torch_device):
             self._h2d = torch.cuda.Stream()
             self._d2h = torch.cuda.Stream()

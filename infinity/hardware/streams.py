@@ -51,11 +51,11 @@ def wait_over(event: Event) -> None:
         try:
             event.wait()
             return
-        except MemoryError:  # the event's own, or there was none to wait with
+        except Exception as error:  # the event's own; or there was no memory to wait with, or a handler's
             if is_over(event):
                 return
-        except Exception:
-            return
+            if not isinstance(error, MemoryError):
+                raise
 
 
 class Task:

@@ -8,6 +8,7 @@ import os
 import time
 from typing import Any, Protocol
 
+from infinity.core import waiting
 from infinity.core.errors import (
     ClosedError,
     DeadlineError,
@@ -117,6 +118,8 @@ class Ticket:
                     found="still under way",
                     cure="wait again: the transfer goes on",
                 )
+            if waiting.hear is not None:
+                waiting.hear()
             state = lib.aio_wait(self._handle, _slice(left))
         if state != lib.AIO_DONE:
             raise self._error(state)

@@ -17,10 +17,9 @@ import torch
 
 from infinity.api.checkpoint import Progress, check_free, content_of, interruptible, writing_ring
 from infinity.api.user_state import encode
+from infinity.core.commits import Commits
 from infinity.core.errors import DataError, DirectoryError
-from infinity.hardware.deferral import Deferral
 from infinity.storage.checkpoints import Save
-from infinity.storage.interrupt import GRACE, interrupted
 from infinity.storage.tensor_file import TensorFile, write_all
 from infinity.storage.tensor_header import NAMES, Spec, nbytes_of
 
@@ -327,10 +326,8 @@ def _write(foreign: Foreign, path: str, texts: Mapping[str, str], progress: Prog
         DataError, CorruptionError: the values are not what they should be.
         TransferError: a drive reports an error.
     """
-    with contextlib.ExitStack() as stack:
-        deferral = Deferral(lambda: contextlib.nullcontext)
-        stack.callback(lambda: deferral.close(*((GRACE,) if interrupted() else ())))
-        return interruptible(deferral, lambda told: _Writing(foreign, path, texts, told).run(), progress)
+    with contextlib.closing(Commits()) as commits:
+        return interruptible(commits, lambda told: _Writing(foreign, path, texts, told).run(), progress)
 
 
 class _Writing:

@@ -29,6 +29,7 @@ from infinity.api.together import together
 from infinity.api.wanted import Wanted, check_minutes
 from infinity.core.config import Config
 from infinity.core.errors import ConfigError, CorruptionError, DirectoryError, StateDictError, WrapError
+from infinity.core.handlers import of_program
 from infinity.core.optional import optional
 from infinity.core.signals import SAVED, Ended
 from infinity.optim.optimizer import OffloadOptimizer
@@ -84,7 +85,7 @@ class _Signals(_Callback):  # type: ignore[misc,valid-type]
         self._step = self._saved = -1
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        theirs = signal.getsignal(signal.SIGTERM)  # Lightning's own handler ends a run without a save
+        theirs = of_program(signal.SIGTERM)  # Lightning's own handler ends a run without a save
         known = type(theirs).__module__.startswith(("lightning.", "pytorch_lightning."))
         self._wanted = _Wanted(engine_of(module), self._minutes)
         self._wanted.take([theirs] if known else ())
@@ -439,9 +440,7 @@ class InfinityStrategy(_DDPStrategy):  # type: ignore[misc,valid-type]
         """Make the call on the first rank, and raise its error on all."""
         engine = self._engine
         assert engine is not None
-        engine.deferral.run(
-            lambda: together(engine.comm, what, call if self.is_global_zero else lambda: None)
-        )
+        engine.commits.run(lambda: together(engine.comm, what, call if self.is_global_zero else lambda: None))
 
 
 def _check_empty(checkpoint: Mapping[str, Any], hook: str) -> None:

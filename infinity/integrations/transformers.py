@@ -457,7 +457,7 @@ class _Offloaded(_Trainer):  # type: ignore[misc,valid-type]
         its error on all."""
         engine, saves = self._engine, self.args.should_save
         assert engine is not None
-        engine.deferral.run(lambda: together(engine.comm, what, call if saves else lambda: None))
+        engine.commits.run(lambda: together(engine.comm, what, call if saves else lambda: None))
 
 
 def _generate(generate: Callable[..., Any], *given: Any, **named: Any) -> Any:

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from infinity.core.commits import commit, in_backward
 from infinity.core.errors import GradientError, InfinityError, ParameterChangedError
 from infinity.grads.gradients import Gradients
 from infinity.grads.sharded_grad import ShardedGrad
-from infinity.hardware.deferral import deferred, in_backward
 from infinity.hardware.ranks import Comm
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
@@ -67,7 +67,7 @@ class Behind:
     """
 
     def __init__(self, optimizer: Stepping, parts: Parts) -> None:
-        self.deferral = parts.residency.deferral
+        self.commits = parts.residency.commits
         self.pending = False
         self._optimizer = optimizer
         self._tiers, self._gradients, self._residency = parts.tiers, parts.gradients, parts.residency
@@ -127,7 +127,7 @@ class Behind:
         if self._under_way:
             self._update_final(units)
 
-    @deferred
+    @commit
     def _update_final(self, units: Sequence[int]) -> None:
         for unit in (self._residency.units[i] for i in units):
             trainable = [s for s in unit.params if s.spec.trainable and s.param.requires_grad]
@@ -174,7 +174,7 @@ class Behind:
             if sharded.spec.trainable and sharded.param._version != sharded.version:
                 raise self._edited(sharded, "in the last backward, before its update")
 
-    @deferred
+    @commit
     def end(self) -> None:
         """A backward is over, with all of its gradients: update what is left."""
         if not self._under_way:

@@ -13,9 +13,9 @@ import itertools
 
 import torch
 
-from infinity.core.engine_lock import Hold
+from infinity.core import handlers
+from infinity.core.commits import Hold, commit
 from infinity.core.errors import InfinityError, ParameterChangedError
-from infinity.hardware.deferral import deferred
 from infinity.params.residency import Residency
 from infinity.params.uses import UseKind
 
@@ -29,7 +29,7 @@ class Blocks:
     """The `gathered` blocks of an engine. See [Note: the end of a block]."""
 
     def __init__(self, residency: Residency, edits: Edits) -> None:
-        self.deferral = residency.deferral
+        self.commits = residency.commits
         self._residency = residency
         self._edits = edits
 
@@ -58,7 +58,7 @@ class Blocks:
         blocks = [use for use in self._residency.uses if isinstance(use, Block)]
         return [block for block in reversed(blocks) if block.is_left]
 
-    @deferred
+    @commit
     def _end_left(self) -> None:
         errors: list[Exception] = []
         for block in self._left():
@@ -79,7 +79,7 @@ class Blocks:
             except ParameterChangedError as error:
                 errors.append(error)
             except Exception as error:
-                if tried and not isinstance(error, _PASSING):
+                if tried and not isinstance(error, _PASSING) and not handlers.has_raised(error):
                     errors.append(self._give_up(block, index, error))
                 else:
                     failed = True

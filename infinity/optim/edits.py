@@ -13,9 +13,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 
-from infinity.core.engine_lock import Hold
+from infinity.core.commits import Commits, Hold, commit
 from infinity.core.errors import ParameterChangedError
-from infinity.hardware.deferral import Deferral, deferred
 from infinity.hardware.ranks import Comm
 from infinity.params.given import Given
 from infinity.params.param import ShardedParam
@@ -66,8 +65,8 @@ class Edits:
         given: what state dicts gave out.
     """
 
-    def __init__(self, tiers: Tiers, states: States, comm: Comm, deferral: Deferral) -> None:
-        self.deferral = deferral
+    def __init__(self, tiers: Tiers, states: States, comm: Comm, commits: Commits) -> None:
+        self.commits = commits
         self._comm = comm
         self._tiers = tiers
         self._states = states
@@ -76,7 +75,7 @@ class Edits:
     def check_delayed(self) -> None:
         """Raise if a parameter on the device was edited in place while a newer version of it waits to
         come to the front: the edit was made to values that are about to go."""
-        for unit in self._tiers.units:
+        for unit in self._tiers.units if self._tiers.publisher.has_two_versions else ():
             if not (unit.on_device and self._tiers.publisher.is_newer(unit)):
                 continue
             if edited := [p for p in unit.params if p.param._version != p.version]:
@@ -92,7 +91,7 @@ class Edits:
         here = [unit for unit in self._tiers.units if unit.on_device]
         return [p for unit in here for p in unit.params if p.param._version != p.version]
 
-    @deferred
+    @commit
     def agree(self, edited: Sequence[ShardedParam], residency: Residency) -> None:
         """Raise unless all ranks have `edited` the same parameters, to the same values, and no copies of what
         they have slices of. Collective.
@@ -117,7 +116,7 @@ class Edits:
                 cure="edit inside `with infinity.gathered(params, write=True, source=0):` on all ranks",
             )
 
-    @deferred
+    @commit
     def check_unseen(self, *, unwraps: bool = False) -> None:
         """Raise if a parameter was edited where its next update would not see it: it would go on from the
         master, without the edit. Or if a copy was edited that a state dict gave out. `unwraps`: data of
@@ -131,7 +130,7 @@ class Edits:
                 if not unwraps or sharded.param.shape == sharded.spec.shape:
                     sharded.check(unit.storage)
 
-    @deferred
+    @commit
     def adopt_all(self, units: Collection[ParamUnit] | None = None) -> None:
         """Take over edits of parameters on the device, of all units or of `units`, and all so far of a block
         that keeps them."""
@@ -141,7 +140,7 @@ class Edits:
             elif unit.on_device and (edited := _edited(unit)):
                 self.adopt(unit, edited)
 
-    @deferred
+    @commit
     def adopt(self, unit: ParamUnit, edited: set[int]) -> None:
         """Make the values on the device, of the parameters in `edited`, the ones that count.
 
@@ -225,7 +224,7 @@ class Edits:
                     )
         return found, None
 
-    @deferred
+    @commit
     def begin(self, block: Block) -> None:
         """Make `end` adopt the parameters that the block names, in whatever way they are edited, and other
         edits that torch counts. The block keeps the units, which are unsharded."""
@@ -237,7 +236,7 @@ class Edits:
             _EDITED.add(unit)
             block.writes.add(index)
 
-    @deferred
+    @commit
     def end(self, block: Block, index: int) -> None:
         """Adopt what the block has edited of a unit; nothing if that was done. After another error than the
         one below it can be called again, and goes on.

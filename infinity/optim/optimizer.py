@@ -12,18 +12,17 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from infinity.core import handlers
+from infinity.core.commits import commit
 from infinity.core.config import Config
 from infinity.core.errors import (
     GradientError,
     OptimizerTypeError,
-    OutOfMemoryError,
     PrecisionError,
     StateDictError,
     WrapError,
 )
 from infinity.core.stack import broadcast_has_model, is_for_checkpoint, is_prepared_now
-from infinity.grads.sharded_grad import ShardedGrad
-from infinity.hardware.deferral import deferred
 from infinity.hardware.ranks import told
 from infinity.params.eager import eager
 from infinity.params.instead import cure_of_library
@@ -37,8 +36,6 @@ from .state_io import bump
 from .update import ParamUpdate, chunk_updates
 from .whole import agree_on_broadcast, agree_on_step, agree_on_values
 
-#: Seconds that an interrupt is held back until the step that it comes into has begun its update.
-_HOLD: Final = 1.0
 #: With ``update="delayed"``: first updates that are made without delay.
 DELAY_WARMUP_STEPS: Final = 40
 #: fp16: steps without overflow after which the loss scale doubles.
@@ -61,6 +58,9 @@ class Seams(Protocol):
 
     def stepped(self, seconds: float) -> None:
         """A step has returned to the user after `seconds`."""
+
+    def reset_abandoned(self) -> None:
+        """End what a forward or a backward that raised has left under way."""
 
     def finish(self) -> None:
         """End what forwards and backwards have left under way, and wait for every update."""
@@ -99,7 +99,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         rule: Rule,
         seams: Seams,
     ) -> None:
-        self.deferral = parts.residency.deferral
+        self.commits = parts.residency.commits
         self._sealed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._state = NoState()
@@ -132,7 +132,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False  # the last one; accelerate's name, by which schedulers wait
         self._of_accelerate = False
         self._steps = 0
-        self._unfinished: list[Any] = []  # what the closure returned to a step that was made, and raised
         self._resumed: int | None = None  # the steps that a state dict had, if one was loaded
 
     # -- what a user calls ------------------------------------------------------------------
@@ -155,14 +154,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The loss scale in use (1.0 unless fp16)."""
-        self.deferral.wait_interrupted()
         return self._gradients.scale
 
     @property
     def steps(self) -> int:
         """The number of completed steps. An interrupt never leaves a step half done, so after an interrupt in
         `step` this number tells whether the step took place."""
-        self.deferral.wait_interrupted()
         return self._steps
 
     @eager  # and without torch.no_grad: an interrupt inside of that leaves grad mode off
@@ -173,40 +170,29 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ``Config(skip_nonfinite=True)`` it skips the update in any dtype if a gradient has an Inf or NaN.
         `step_was_skipped` tells whether the last one was skipped.
 
-        If an update runs out of memory, it stops with an OutOfMemoryError. Any later call that needs the
-        update continues it. If `step()` raised this error, the next `step()` finishes that step: it starts no
-        other step and does not call `closure`, unless there was a backward in between. No update is lost, and
-        the two calls count as one step.
-
         Raises:
             PrecisionError: an fp16 backward of a loss that was not scaled.
             StorageError: a transfer failed; the error names the parameter's chunk.
             OutOfMemoryError: this update, or the one before, ran out of memory; the error names the unit.
+                Load the last checkpoint then.
         """
+        self.commits.check_handler()
+        handlers.wrap()
         start = time.perf_counter()
         if self._of_accelerate and is_between_steps():
             return None
         if self.behind is not None:
             self.behind.check_outside("`step()`")
-        if self._unfinished and not self._is_new():
-            loss = self._unfinished[0]
-            self._seams.step()
-        else:
-            self._unfinished, loss = [], None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-                start = time.perf_counter()
-            self._seams.step()
-            # What an interrupt ends before this call has not happened, and what it ends after it has.
-            is_made = self.behind is not None and self.behind.pending
-            self.deferral.run(self._take_update if is_made else self._start_update, hold=_HOLD)
-        try:
-            self._finish_step()
-        except OutOfMemoryError:
-            self._unfinished = [loss]
-            raise
-        self._unfinished = []
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            start = time.perf_counter()
+        self._seams.step()
+        # What an interrupt ends before this call has not happened, and what it ends after it has.
+        is_made = self.behind is not None and self.behind.pending
+        self.commits.run(self._take_update if is_made else self._start_update)
+        self._finish_step()
         if (wrapped := self._wrapped()) is not None:
             vars(wrapped)["_opt_called"] = True  # a scheduler of that optimizer warns where it is missing
         self._seams.stepped(time.perf_counter() - start)
@@ -235,13 +221,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise AttributeError("optimizer")
         return self
 
-    def _is_new(self) -> bool:
-        """Return whether there are gradients that no step has used."""
-        grads = (p.grad for p in self._params)
-        given = any(g is not None and not isinstance(g, ShardedGrad) for g in grads)
-        return given or self._gradients.are_new
-
-    @deferred
+    @commit
     def _finish_step(self) -> None:
         """Wait for the guarantees of the end of a step. The step is complete, and a retry would make another
         one: if the device has no memory for this work, the next use of a unit raises the error."""
@@ -273,14 +253,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
         with told(self._comm):
             present = self._check_step()
         changing = {s.unit for s in present}
-        self._scaled = False
-        self._gradients.stepped()
         edited = self._edits.found()
         agree_on_step(self._comm, present, self.param_groups)
         self._edits.agree(edited, self._residency)
         norm = self._norm(present)
-        self.grad_norm = norm
         self._edits.check_delayed()
+        options = self.options()
+        self._residency.wait_loaded(changing)  # what is loaded ahead is freed below
+        with handlers.whole():
+            self._make_step(present, norm, changing, options)
+
+    def _make_step(
+        self,
+        present: list[ShardedParam],
+        norm: float,
+        changing: set[int],
+        options: Mapping[ShardedParam, ParamUpdate],
+    ) -> None:
+        """Begin the update of a step, or skip it: no interrupt comes in the middle."""
+        self._scaled = False
+        self._gradients.stepped()
+        self.grad_norm = norm
         published = self._residency.publish()  # what the update before this one has made
         bump(published)
         self.step_was_skipped = self._skips and not math.isfinite(norm)
@@ -294,7 +287,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.adopt_all()
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
-        updates = self._updates(present, clip)
+        updates = {}  # with the scalars of now: `scheduler.step()` edits them next
+        for sharded in present:
+            factor = sharded.param.grad.factor * clip  # type: ignore[union-attr]
+            updates[sharded.unit, sharded.index] = options[sharded].of(sharded, factor)
         order = self._residency.cache.forward_order()
         if any(s.spec.matrix for s in present) and self._comm.world > 1 and self._config.zero_stage < 3:
             order = [*self._residency.units]  # forwards may differ, and the order of rounds must not
@@ -340,7 +336,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Whether the next update is made one step late (``update="delayed"``, after its warm-up)."""
         return self._config.update == "delayed" and self._steps >= self.delayed_from
 
-    @deferred
+    @commit
     def flush(self) -> None:
         """Wait for every update. The next forward uses the newest parameters, also with delayed updates. If
         this changes parameters, an older graph cannot run its backward any more, as after a step in torch,
@@ -354,7 +350,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         bump(self._residency.publish())
         self._residency.refresh()
 
-    @deferred
+    @commit
     def publish(self) -> None:
         """`flush`, unless edits would be lost.
 
@@ -371,14 +367,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
         parameters all the same."""
         if self._of_accelerate and is_between_steps():
             return
-        self.deferral.wait_interrupted()  # a step that an interrupt left under way has its gradients
+        self.commits.check_handler()
         if self.behind is not None:
             self.behind.check_stepped("`zero_grad()`")
+        if self.commits.mine:  # a forward or a backward of this thread has raised
+            self.commits.run(self._seams.reset_abandoned)
         params = [p for g in self.param_groups for p in g["params"]]
         if set_to_none:
-            for param in params:
-                param.grad = None
-            if all(param.grad is None for param in self._params):
+            with torch._C.DisableTorchFunctionSubclass():
+                for param in params:
+                    param.grad = None
+                left = any(param.grad is not None for param in self._params)
+            if not left:
                 self._gradients.clear()
             else:  # of those that are in no group any more the gradient stays
                 self._gradients.wait()
@@ -389,7 +389,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 param.grad.zero_()
         self._gradients.send_all()
 
-    @deferred
+    @commit
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before clipping, fp32."""
         self._seams.finish()
@@ -425,10 +425,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _present(self) -> list[ShardedParam]:
         """Return the parameters that have a gradient; settle what the user did to `p.grad`."""
         self._gradients.reduce_waiting()
-        present = []
+        present, known = [], {id(s.param): s for s in self._params.values()}
         for group in self.param_groups:
             for param in group["params"]:
-                sharded = self._params.get(param)
+                sharded = known.get(id(param))
                 if sharded is not None and self._gradients.adopt(sharded):
                     present.append(sharded)
                 elif sharded is None and param.grad is not None:
@@ -445,14 +445,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _norm(self, present: Iterable[ShardedParam]) -> float:
         """Return the global 2-norm of the gradients, unscaled and with their factors."""
         return self._gradients.norm(s.param.grad for s in present)  # type: ignore[misc]
-
-    def _updates(self, present: Iterable[ShardedParam], clip: float) -> dict[tuple[int, int], ParamUpdate]:
-        """Snapshot the scalars: `scheduler.step()` edits them next."""
-        options, updates = self.options(), {}
-        for sharded in present:
-            factor = sharded.param.grad.factor * clip  # type: ignore[union-attr]
-            updates[sharded.unit, sharded.index] = options[sharded].of(sharded, factor)
-        return updates
 
     def options(self) -> dict[ShardedParam, ParamUpdate]:
         """Return the options that the param groups set for each parameter, without its step and its factor.
@@ -499,8 +491,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 some ranks have given it a state dict of the model.
             ParameterChangedError: the program edited a parameter in place while its update was delayed.
         """
-        with self.deferral.lock.hold():
-            return self._make_state_dict()
+        handlers.wrap()
+        return self.commits.run(self._make_state_dict)
 
     def _make_state_dict(self) -> dict[str, Any]:
         self._seams.finish()
@@ -509,7 +501,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         whole = is_for_checkpoint()
         if whole and (has_model := broadcast_has_model()) is not None:
             # Every rank comes here before the first broadcast of torch's.
-            self.deferral.run(lambda: agree_on_broadcast(self._comm, has_model))
+            agree_on_broadcast(self._comm, has_model)
         self._states.check_room(always=whole)
         self._edits.check_unseen()
         self._edits.check_delayed()
@@ -554,8 +546,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this optimizer, or of torch's AdamW or Adam over the same groups. If it has
         masters, the parameters get their values. If it has a ``front``, and this optimizer delays updates,
-        the
-        next forward uses the front: load the model's state dict, with the newest values, before.
+        the next forward uses the front: load the model's state dict, with the newest values, before. If it
+        ends early (a drive that fails, an interrupt), the engine raises an error until a load succeeds.
 
         Raises:
             StateDictError: the groups or shapes do not fit; nothing has changed.
@@ -566,7 +558,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             counts = counts_of(given)
             self._load(given, pairs, counts)
 
-    @deferred
+    @commit
     def _load(
         self,
         state_dict: Mapping[str, Any],
@@ -579,9 +571,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.adopt_all()
         written = [s for s, of_one in pairs if any(of_one.get(kind) is not None for kind in _COPIED)]
         self._residency.reshard_all({s.unit for s in written})
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
-        self._states.write(pairs, self.rule.steps)
+        try:
+            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+                group.update({k: v for k, v in saved.items() if k != "params"})
+            self._states.write(pairs, self.rule.steps)
+        except BaseException:
+            self._seams.lose("a load_state_dict of the optimizer that raised, or was interrupted")
+            raise
         self._residency.refresh()
         self.set_counts(counts)
         self._resumed = self._steps

@@ -13,9 +13,10 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from infinity.core import handlers
+from infinity.core.commits import Commits, commit
 from infinity.core.errors import BudgetError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
-from infinity.hardware.deferral import Deferral, deferred
 from infinity.hardware.ranks import Comm
 from infinity.params.given import own
 from infinity.params.param import ShardedParam
@@ -53,9 +54,9 @@ class States:
         residency: Residency,
         comm: Comm,
         room: int,
-        deferral: Deferral,
+        commits: Commits,
     ) -> None:
-        self.deferral = deferral
+        self.commits = commits
         self.room = room  # host bytes that the budget leaves
         #: What the optimizer has beside the master. By kind, of how many elements a value is that is kept of
         #: that: the scales of moments in 8 bits are kinds, too. All that a trainable parameter has.
@@ -82,7 +83,7 @@ class States:
         """Return the names of the moments of a parameter, without their scales."""
         return tuple(moment.name for moment in self.moments_of(sharded) if moment.block == 1)
 
-    @deferred
+    @commit
     def quiesce(self) -> None:
         """Wait until every update is complete and nothing of the state is on its way."""
         self._updater.wait()
@@ -123,7 +124,7 @@ class States:
 
     # -- state dicts ------------------------------------------------------------------------
 
-    @deferred
+    @commit
     def with_front(self) -> list[ShardedParam]:
         """Return the parameters whose front may differ from their newest version: [Note: two versions]. No
         update may be under way."""
@@ -155,7 +156,7 @@ class States:
         if nbytes > self.room:
             raise _no_room(nbytes, self.room)
 
-    @deferred
+    @commit
     def make_room(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
         """Return memory (uint8) for copies of some of `params`: leases that nobody uses, such as those for
         reading ahead, where copies of all of them do not fit what the host budget leaves. They are lent
@@ -202,7 +203,7 @@ class States:
         is free, the next chunk is read meanwhile.
 
         Yields each segment with flat tensors of its elements, by kind, which stay valid until the next one is
-        asked for. The caller is deferred, and no update is under way.
+        asked for. The caller is in a commit, and no update is under way.
 
         Args:
             kinds: some of `self.kinds`: "copy" (compute dtype), "master" (fp32) and the moments, in the dtype
@@ -253,6 +254,7 @@ class States:
     def _each(
         self, chunk: Chunk, of: Mapping[int, set[int]], tensors: Mapping[str, torch.Tensor]
     ) -> _Segments:
+        handlers.hear()  # where nothing is waited for, an interrupt comes between chunks
         params = self._tiers.units[chunk.unit].params
         for segment in chunk.segments:
             if segment.param in of[chunk.unit]:
@@ -380,7 +382,7 @@ class States:
             finally:
                 lease.release()
 
-    @deferred
+    @commit
     def read(
         self, params: Sequence[ShardedParam], fronts: Collection[ShardedParam] | None = None
     ) -> dict[ShardedParam, dict[str, torch.Tensor]]:
@@ -413,7 +415,7 @@ class States:
             part_of(values[sharded]["front"].view(-1), segment).copy_(tensors["copy"])
         return {s: {"step": torch.tensor(s.step, dtype=torch.float32), **v} for s, v in values.items()}
 
-    @deferred
+    @commit
     def write(
         self,
         pairs: Iterable[tuple[ShardedParam, Mapping[str, Any]]],
@@ -476,7 +478,7 @@ class States:
         finally:  # where it raised, too: what is in a back is the older version
             self._residency.change_roles(units)
 
-    @deferred
+    @commit
     def copies_of(
         self, params: Sequence[ShardedParam], out: Mapping[ShardedParam, torch.Tensor] | None = None
     ) -> dict[ShardedParam, torch.Tensor]:
@@ -492,7 +494,7 @@ class States:
         of_owners(self._comm, self._tiers.units, "values", flat)
         return {s: own(v.view(s.spec.shape)) for s, v in flat.items()}  # lent memory is a part of a lease
 
-    @deferred
+    @commit
     def values_of(self, params: Sequence[ShardedParam]) -> dict[ShardedParam, torch.Tensor]:
         """Return the newest values of parameters on the host, in the dtype that they had at `wrap`: those of
         the master, where that is more exact than the copy."""
@@ -504,7 +506,7 @@ class States:
         of_owners(self._comm, self._tiers.units, "values", {s: v.view(-1) for s, v in values.items()})
         return values
 
-    @deferred
+    @commit
     def set_copy(self, sharded: ShardedParam, values: torch.Tensor) -> None:
         """Write new values of one parameter that is not on the device: the copy, and the master where it
         does not round to them."""
@@ -518,7 +520,7 @@ class States:
                 follow_copy(tensors["master"], tensors["copy"])
         bump([sharded])
 
-    @deferred
+    @commit
     def before_load(self, sharded: ShardedParam, values: torch.Tensor) -> None:
         """`values` are about to be loaded into a parameter that is placed on the device."""
         flat = values.detach().reshape(-1)
@@ -543,9 +545,10 @@ def _quota(chunk: Chunk) -> str:
 
 def bump(params: Sequence[ShardedParam]) -> None:
     """Tell autograd that the values of `params` changed: a graph from before fails, as in torch."""
-    torch.autograd.graph.increment_version([s.param for s in params])
-    for sharded in params:
-        sharded.version = sharded.param._version
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version([s.param for s in params])
+        for sharded in params:
+            sharded.version = sharded.param._version
 
 
 def _no_room(nbytes: int, room: int) -> BudgetError:

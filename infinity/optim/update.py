@@ -4,9 +4,6 @@ One pass of the kernel unscales, clips, decays, updates and writes the compute p
 runs where the state is: on the CPU for `host` and `nvme`, on the device for `device`, with the
 same bits ([Note: one rounding per operation]).
 
-If there is no memory for a chunk that the update has not changed yet, the update stops, and goes on later:
-[Note: updates that stop].
-
 [Note: a feed] Work for the update arrives all at once, by `step()`, or unit by unit while a backward runs.
 The worker does not distinguish these: it takes the work that has arrived. If there is none, it passes its
 results on and reads the state of the expected next units ahead.
@@ -21,12 +18,12 @@ from typing import Final, NamedTuple
 
 import torch
 
+from infinity.core.commits import in_backward
 from infinity.core.errors import GradientError, OutOfMemoryError
 from infinity.core.sizes import NORM_BLOCK, Tier
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
 from infinity.hardware import adam_reference, cpu_adam, halves
-from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Device, Event, HostStream, Task
 from infinity.hardware.muon import Muon
 from infinity.hardware.ranks import Comm
@@ -230,8 +227,7 @@ class Updater:
         self._feed.end()
 
     def wait(self) -> None:
-        """Block until all posted updates are complete on their tier; raise their error. An update that
-        stopped goes on, if an earlier call has raised that.
+        """Block until all posted updates are complete on their tier; raise their error.
 
         Raises:
             GradientError: a hook of the user's asks, in the backward that the rest of the update comes from.
@@ -246,16 +242,8 @@ class Updater:
                     cure='read them after `step()`, or train with update="overlap"',
                 )
             wait = self._recorder.waits()
-            while True:
-                self._updates.wait_all()
-                try:
-                    task.wait()  # after an interrupt it is still under way, and the next call waits
-                except BaseException as error:
-                    if error is not task.error or self._stream is None:
-                        raise
-                    self._stream.synchronize()  # a later task went on with it
-                if not self._updates.stopped:
-                    break
+            self._updates.wait_all()
+            task.wait()  # after an interrupt it is still under way, and the next call waits
             self._task = None
             # When the last kernel has run, what is left are writes.
             self._recorder.waited(wait, ("update", self._updates.finished_at), ("nvme", 0))
@@ -300,7 +288,6 @@ class Updater:
         if self._stream is not None:
             self._stream.close()
         self._matrices.close()
-        self._updates.give_up()
 
     def _take_ahead(self) -> deque[ChunkIO]:
         ahead, self._ahead = self._ahead, deque()
@@ -316,50 +303,30 @@ class Updater:
         except BaseException as error:
             while early:
                 abandon(early.popitem()[1].close)
-            if not is_out_of_memory(error):
-                self._fail(error)
-                raise
-            if not self._left and self._feed.is_over:
-                return  # every chunk is updated, and the store keeps their writes
-            changed = any(io.changed for io in at)
-            try:
-                found: BaseException = self._out_of_memory(error, changed=changed)
-            except MemoryError:
-                found = MemoryError()  # not even for what says so
-            if changed:
-                self._fail(found)
-            else:
-                self._updates.stop(found, lambda: self._go_on(drift))
+            found = error
+            if is_out_of_memory(error):
+                if not self._left and self._feed.is_over:
+                    return  # every chunk is updated, and the store keeps their writes
+                try:
+                    found = self._out_of_memory(error)
+                except MemoryError:
+                    found = MemoryError()  # not even for what says so
+            self._matrices.fail(found)
+            self._updates.fail(found)
             raise found from error
 
-    def _fail(self, error: BaseException) -> None:
-        self._matrices.fail(error)
-        self._updates.fail(error)
-
-    def _go_on(self, drift: Drift | None) -> None:
-        assert self._stream is not None
-        self._stream.submit(lambda: self._work({}, drift))
-
-    def _out_of_memory(self, error: BaseException, *, changed: bool) -> OutOfMemoryError:
+    def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         """Return what says which unit had no memory, and what helps."""
         left = [*(u.chunk for u in self._left if u.is_last), *self._feed.expected.values()]
         what = "the update"
         if left:
             what += f" of unit {self._tiers.units[left[0].unit].layout.name!r}"
         found = str(error).split("\n")[0] or type(error).__name__
-        if changed:
-            return OutOfMemoryError(
-                f"{what} has no memory, and has changed a part of the state",
-                expected="memory for the update of one chunk",
-                found=found,
-                cure=LOST,
-            )
         return OutOfMemoryError(
-            f"{what} has no memory; {len(left)} chunks wait, and nothing is lost",
+            f"{what} has no memory, and some parameters are updated",
             expected="memory for the update of one chunk",
             found=found,
-            cure="free memory, then make the same call again: the update goes on where it stopped, and the "
-            "next `step()` finishes a `step()` that raised this",
+            cure=LOST,
         )
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:

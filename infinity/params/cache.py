@@ -82,7 +82,7 @@ class Cache:
     def _changed(self, unit: ParamUnit) -> None:
         """A unit has another state."""
         state, index = unit.state, unit.index
-        away = unit.is_away and not unit.waits_for_owner
+        away = state is UnitState.SHARDED or (state is UnitState.FILLED and not unit.waits_for_owner)
         with self._lock:
             if away != (index in self._ahead.away):
                 self.allocated += -unit.layout.gathered_nbytes if away else unit.layout.gathered_nbytes
@@ -172,7 +172,8 @@ class Cache:
     def prefetch(self, *, newest: bool) -> None:
         """Load what comes next, nearest first, as far as there is room without what comes before it;
         `newest`: in the newest version. What is being updated comes straight from there."""
-        self._try_late()
+        if self._late:
+            self._try_late()
         if not self._ahead.away:
             return  # the usual answer, and it is asked for at each use of a unit
         while True:

@@ -36,7 +36,6 @@ class Gather:
         [Note: behind compute]. On all ranks, or on none."""
 
         def gather() -> Event | None:
-            load.issued.wait()  # whoever uses the unit is told of an update that stopped
             event = load.wait_issued()
             with self._device.aside():
                 self._device.wait_on_device(event)

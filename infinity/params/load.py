@@ -18,7 +18,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,6 @@ class Load:
         self.event: Event | None = None
         self.error: BaseException | None = None
         self.supplies: deque[tuple[Chunk, Lease, int]] = deque()  # from the update, with their offset
-        self.look: Callable[[], None] | None = None  # raises where the update found no memory
         # For traces: when it was started, when its last chunk was updated and read (0: none was).
         self.began, self.updated, self.read = now(), 0, 0
         self.behind_update = False
@@ -77,14 +76,8 @@ class Load:
         self.issued.open()
 
     def wait(self) -> None:
-        """Block until the copies are on the stream, or it failed.
-
-        Raises:
-            OutOfMemoryError: the update that it waits for found no memory, and has to run again.
-        """
-        while not self.issued.wait(POLL):
-            if self.look is not None:
-                self.look()
+        """Block until the copies are on the stream, or it failed."""
+        self.issued.wait()
 
     def wait_issued(self) -> Event | None:
         """`wait`, then return the event of the last copy; raise its error."""
@@ -140,7 +133,6 @@ class Loader:
         Raises:
             ClosedError: the loader was closed.
         """
-        load.look = self._updates.check_stopped
         self._worker.add(load, urgent)
 
     def supply(self, load: Load, chunk: Chunk, lease: Lease, offset: int) -> None:

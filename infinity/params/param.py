@@ -365,7 +365,7 @@ class ShardedParam:
         # keeps them until a scope begins or ends); returns whether.
         self.on_use: Callable[[Sequence[int], bool], bool] | None = None
         self._accumulator: Any = None
-        self._place: tuple[int, tuple[int, ...]] = (0, ())  # in the unit's storage: first element, strides
+        self.place: tuple[int, tuple[int, ...]] = (0, ())  # in the unit's storage: first element, strides
         self.version = 0
         #: Updates so far, as torch counts them for bias correction; SGD's with a momentum.
         self.step = 0
@@ -381,8 +381,8 @@ class ShardedParam:
         with torch.inference_mode(False):
             view = torch.empty(0, dtype=self.spec.dtype, device=storage.device)
         strides = torch.empty(self.spec.shape, device="meta").stride()
-        self._place = byte_offset // self.spec.dtype.itemsize, strides
-        view.set_(storage, self._place[0], self.spec.shape, self._place[1])
+        self.place = byte_offset // self.spec.dtype.itemsize, strides
+        view.set_(storage, self.place[0], self.spec.shape, self.place[1])
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = view
         self.version = self.current_version
@@ -416,7 +416,7 @@ class ShardedParam:
         param = self.param
         with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
             there = param.untyped_storage()._cdata == storage._cdata
-            return there and (param.storage_offset(), param.stride()) == self._place
+            return there and (param.storage_offset(), param.stride()) == self.place
 
     def release(self) -> None:
         """Make every use of the values raise."""

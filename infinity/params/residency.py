@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from infinity.core.commits import Commits, commit
 from infinity.core.errors import ParameterChangedError, ParameterError
 from infinity.core.locks import lock
 from infinity.core.spans import Recorder, now
-from infinity.hardware.deferral import Deferral, deferred
 from infinity.hardware.device import Device, Event
 
 from .cache import Cache
@@ -42,7 +42,7 @@ class Residency:
         updates: Updates,
         publisher: Publisher,
         recorder: Recorder,
-        deferral: Deferral,
+        commits: Commits,
         *,
         stage: int,
     ) -> None:
@@ -52,9 +52,11 @@ class Residency:
         self._ahead = stage > 1
         self.cache = cache
         self.schedule = cache.schedule
-        self.deferral = deferral
+        self.commits = commits
         self.hits = self.missed = 0
         self._device = device
+        self._staged = device.staged
+        self._two = publisher.has_two_versions
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
@@ -68,7 +70,7 @@ class Residency:
     @property
     def has_two_versions(self) -> bool:
         """Whether there ever are two: [Note: two versions]."""
-        return self._publisher.has_two_versions
+        return self._two
 
     def held(self) -> list[ParamUnit]:
         """Return the held units, of those that are not in use and not being written."""
@@ -77,10 +79,10 @@ class Residency:
 
     # -- use --------------------------------------------------------------------------------
 
-    @deferred
+    @commit
     def acquire(
         self,
-        indices: Iterable[int],
+        indices: Collection[int],
         use: Use,
         *,
         newest: bool,
@@ -95,34 +97,41 @@ class Residency:
             ParameterError: another use keeps another version of one of them.
             GradientError: the last backward of a step has updated one of them, and `step()` has not run.
         """
-        newest = newest and self.has_two_versions
+        newest = newest and self._two
         wanted = [self.units[i] for i in indices]
+        if self._updates.used:
+            for unit in wanted:
+                self._updates.check_use(unit.index, unit.layout.name)
         for unit in wanted:
-            self._updates.check_use(unit.index, unit.layout.name)
+            if unit.newest is not newest:
+                self._change_version(unit, use, newest)
+        self.uses.begin(use, indices)
         for unit in wanted:
-            self._change_version(unit, use, newest)
-        self.uses.begin(use, (u.index for u in wanted))
-        for unit in wanted if note else ():
-            self.schedule.note(unit.index)
-        for unit in wanted:
-            if unit.is_away:
+            if note:
+                self.schedule.note(unit.index)
+            state = unit.state
+            if state is UnitState.SHARDED or state is UnitState.FILLED:
                 self.missed += 1
                 self.cache.load_now(unit)
-            elif not unit.persistent and unit.state is not UnitState.UNSHARDED:
+            elif state is not UnitState.UNSHARDED and not unit.persistent:
                 self.hits += 1
         if note:
             self.cache.prefetch(newest=newest)
-        self._gather_first(max((u.index + 1 for u in wanted), default=0))
+        if self._in_order:
+            self._gather_first(max((u.index + 1 for u in wanted), default=0))
         for unit in wanted:
-            unit.used()
+            if self._staged:
+                unit.used()
             if unit.on_device:
                 self._resume(unit)
             elif unit.state is not UnitState.UNSHARDED:
-                self._wait_loaded(unit)
-                unit.gather()
+                if self._staged or unit.state is not UnitState.GATHERED:
+                    self._wait_loaded(unit)  # each time: this stream has not waited for it, maybe
+                    unit.gather()
                 unit.unshard()
-                self._record_unshard(unit)
-        if note:
+                if self._recorder.log is not None:
+                    self._record_unshard(unit)
+        if note and self._ahead:
             self._gather_ahead()
 
     @property
@@ -133,7 +142,7 @@ class Residency:
     def use_still(self, indices: Sequence[int], *, note: bool) -> bool:
         """Make the device wait for what has written the values of units that stay, and with `note` record
         their use in the schedule; return False, and do nothing, if the update of one is to come. Changes no
-        other state: not a deferred section."""
+        other state: no commit."""
         if any(self.units[index].arriving is not None for index in indices):
             return False
         for index in indices:
@@ -145,7 +154,7 @@ class Residency:
 
     def _gather_ahead(self) -> None:
         """Begin to gather what comes next, if its load has begun: that is so on all ranks, or on none."""
-        unit = self.cache.next_ungathered() if self._ahead else None
+        unit = self.cache.next_ungathered()
         if unit is not None:
             self.cache.begin_late(unit)
             unit.gather_ahead()
@@ -159,7 +168,7 @@ class Residency:
         if self._in_order:
             self._gather_rest()
 
-    @deferred
+    @commit
     def _gather_rest(self) -> None:
         self._gather_first(len(self.units))
 
@@ -177,30 +186,31 @@ class Residency:
             self._wait_loaded(unit)
             unit.gather()
 
-    @deferred
+    @commit
     def prefetch(self) -> None:
         """Load what comes next, for a forward of training."""
         self.cache.prefetch(newest=False)
 
-    @deferred
+    @commit
     def release(self, use: Use) -> None:
         """End a use; a unit that no other one keeps becomes idle."""
         self._idle([self.units[i] for i in self.uses.end(use)])
 
-    @deferred
+    @commit
     def keep_only(self, use: Use, keep: Collection[int]) -> None:
         """Let go of the units that a use keeps, but for those of `keep`."""
         gone = use.units.difference(keep)
-        use.units -= gone
+        self.uses.drop_units(use, gone)
         self._idle([self.units[i] for i in gone])
 
-    @deferred
+    @commit
     def drop(self, *kinds: UseKind) -> None:
         """Drop uses that nothing will end (an exception, an abandoned graph). What an interrupt has left
         between two states is put right."""
         self.uses.drop(*kinds)
         for unit in self.units:
-            unit.free_unused()
+            if unit.state is UnitState.FILLED:
+                unit.free_unused()
         self._idle(self.units)
 
     def _idle(self, units: Sequence[ParamUnit], *, persistent: bool = False) -> None:
@@ -209,7 +219,7 @@ class Residency:
         error: ParameterChangedError | None = None
         for unit in units:
             stays = unit.on_device or (unit.persistent and not persistent)
-            if unit.in_use or stays or unit.state is not UnitState.UNSHARDED:
+            if unit.users or stays or unit.state is not UnitState.UNSHARDED:
                 continue
             try:
                 unit.idle()
@@ -227,7 +237,7 @@ class Residency:
 
     # -- values that change -----------------------------------------------------------------
 
-    @deferred
+    @commit
     def reshard_all(self, indices: Iterable[int] | None = None) -> None:
         """Free every unit that is not placed on the device (its copy is about to change). `refresh` comes
         after the change.
@@ -265,14 +275,14 @@ class Residency:
         stay = [u for u in self.units if u.persistent and not u.on_device and u.state is UnitState.UNSHARDED]
         return [u for u in stay if not u.in_use and u.edited()]
 
-    @deferred
+    @commit
     def drop_copies(self, units: Iterable[ParamUnit]) -> None:
         """Make the next use of units gather them again. Raises the errors of edits."""
         for unit in units:
             self._idle([unit], persistent=True)
             self.cache.invalidate(unit)
 
-    @deferred
+    @commit
     def refresh(self) -> None:
         """Write the new values into the memory of changed units that are held; when this returns, an alias
         shows them. With several ranks an alias shows them at the next use of its unit, because held units
@@ -289,7 +299,7 @@ class Residency:
             if not unit.is_away:
                 self.cache.wait_for(unit, unit.wait_loaded)
 
-    @deferred
+    @commit
     def expect_updates(self, indices: Iterable[int]) -> None:
         """Make every read of the values of units on the device wait for the posted update."""
         for unit in (self.units[i] for i in indices):
@@ -301,14 +311,14 @@ class Residency:
             unit.expect(wait)
 
     def resume(self, unit: ParamUnit) -> None:
-        """Wait for the values of a unit on the device, then let them be used. Any thread may, without the
-        engine lock: who holds it may wait for this very thread, which its forward has started.
+        """Wait for the values of a unit on the device, then let them be used. Any thread may, also beside a
+        forward of another.
 
         Raises:
             GradientError: they are of a step that is to come.
         """
         self._updates.check_use(unit.index, unit.layout.name)
-        self.deferral.run(functools.partial(self._resume, unit), locked=False)
+        self.commits.run(functools.partial(self._resume, unit), beside=True)
 
     def _resume(self, unit: ParamUnit) -> None:
         if (wait := unit.arriving) is not None:
@@ -321,14 +331,21 @@ class Residency:
                 if event is not None:
                     self._device.wait_on_device(event)
 
-    @deferred
+    @commit
     def renew_classes(self, unit: ParamUnit) -> None:
         """Choose the classes of a unit's parameters again, with its values there: a state dict has begun to
         answer for them, or has ended."""
         self._resume(unit)
         unit.renew_classes()
 
-    @deferred
+    @commit
+    def wait_loaded(self, indices: Iterable[int]) -> None:
+        """Wait for the loads of units that are under way."""
+        for load in (self.units[i].last_load for i in indices):
+            if load is not None:
+                load.wait()
+
+    @commit
     def resume_all(self) -> None:
         """Wait for the values of every unit, or of this rank's slices, on the device."""
         for unit in self.units:
@@ -336,10 +353,12 @@ class Residency:
 
     # -- versions: [Note: two versions] -----------------------------------------------------
 
-    @deferred
+    @commit
     def publish(self) -> list[ShardedParam]:
         """Make forward and backward use the newest compute parameters from now on. No update may be running.
         Return the parameters that changed."""
+        if not self._two:
+            return []
         changed = [u for u in self.cache.forward_order() if self._publisher.is_newer(u)]
         if not changed:
             return []
@@ -359,13 +378,13 @@ class Residency:
         if self.has_two_versions:
             self._show(newest)
 
-    @deferred
+    @commit
     def _show(self, newest: bool) -> None:
         for unit in self.units:
             if unit.on_device and not unit.in_use:
                 self._change_version(unit, None, newest)
 
-    @deferred
+    @commit
     def differs(self, unit: ParamUnit) -> bool:
         """Wait for a unit's update; return whether it has two versions now."""
         if not self.has_two_versions:
@@ -373,7 +392,7 @@ class Residency:
         self._updates.wait_unit(unit.index)
         return self._publisher.is_newer(unit)
 
-    @deferred
+    @commit
     def change_roles(self, units: Iterable[ParamUnit]) -> None:
         """Exchange the roles of the slots of units, off the device or placed there: the backs that were
         written become the fronts, and the fronts become the newest versions."""

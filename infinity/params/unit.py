@@ -88,6 +88,8 @@ class ParamUnit(UnitMemory):
         trains: whether there is an optimizer.
 
     Attributes:
+        index: the unit's number, in the order in which `discover` found it.
+        state: where the parameters are.
         on_device: the whole unit is placed on the device: the storage holds the compute parameters.
         persistent: not released after use.
     """
@@ -106,15 +108,16 @@ class ParamUnit(UnitMemory):
     ) -> None:
         apart = placed and stage == 3
         super().__init__(layout, params, device, kept_apart=apart, in_place=placed and not apart)
+        self.index = layout.index
         self.on_device = placed and comm.world == 1
         self.persistent = self.on_device or (comm.world > 1 and stage < 3)
-        self._state = UnitState.SHARDED
+        self.state = UnitState.SHARDED
+        self.users = uses.users[layout.index]  # the uses that keep it: [Note: uses]
         self.on_state: Callable[[ParamUnit], None] | None = None  # called when it has another state
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
         self.references: weakref.WeakSet[Any] | None = None  # see `note_references`
         self._device = device
         self._comm = comm
-        self._uses = uses
         self._load: Load | None = None
         self._read: Event | None = None  # when the copies of the load before were done
         self._loader: Loader | None = None
@@ -125,21 +128,11 @@ class ParamUnit(UnitMemory):
         self._trains = trains
         self._owners: tuple[int, int, list[int]] | None = None
 
-    @property
-    def index(self) -> int:
-        """The unit's number, in the order in which `discover` found it."""
-        return self.layout.index
-
-    @property
-    def state(self) -> UnitState:
-        """Where the parameters are."""
-        return self._state
-
-    @state.setter
-    def state(self, state: UnitState) -> None:
-        self._state = state
-        if self.on_state is not None:
-            self.on_state(self)
+    def _enter(self, state: UnitState) -> None:
+        if state is not self.state:
+            self.state = state
+            if self.on_state is not None:
+                self.on_state(self)
 
     def bind(self) -> None:
         """Make the parameters views of the storage, and note how many own that from now on."""
@@ -235,7 +228,7 @@ class ParamUnit(UnitMemory):
         if self.in_place:
             self._memory.fill()
         if self.on_device:
-            self.state = UnitState.UNSHARDED
+            self._enter(UnitState.UNSHARDED)
 
     def _become(self, state: UnitState) -> None:
         """Be in `state`. The one place where the class of a parameter is chosen."""
@@ -246,7 +239,7 @@ class ParamUnit(UnitMemory):
                 sharded.restore()
             else:
                 sharded.release()
-        self.state = state
+        self._enter(state)
 
     def renew_classes(self) -> None:
         """Choose the parameters' classes again: a state dict has begun to answer for them, or has ended."""
@@ -273,7 +266,7 @@ class ParamUnit(UnitMemory):
         loader = self._loader
         assert loader is not None
         self._memory.fill()
-        self.state = UnitState.FILLED
+        self._enter(UnitState.FILLED)
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
         load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.here())
         self._load = load
@@ -332,9 +325,18 @@ class ParamUnit(UnitMemory):
     def edited(self) -> list[ShardedParam]:
         """Return the parameters that were edited, as torch counts it, outside of a block that keeps edits.
         None of a unit that is placed here: its next update takes edits over."""
-        if self.writers or self.on_device:
+        if self.on_device or (self.users and self.writers):
             return []
-        return [p for p in self.params if p.current_version != p.version or not p.in_place(self.storage)]
+        found = []
+        address = self.storage._cdata
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded in self.params:  # without calls: each use of a unit comes here
+                param = sharded.param
+                there = param.untyped_storage()._cdata == address
+                place = param.storage_offset(), param.stride()
+                if param._version != sharded.version or not there or place != sharded.place:
+                    found.append(sharded)
+        return found
 
     def check_edited(self) -> None:
         """Raise `ParameterChangedError` for what `edited` finds, unless the unit is in use and looked at
@@ -348,7 +350,7 @@ class ParamUnit(UnitMemory):
         if self._load is not None:
             self._device.wait_on_device(self._load.wait_issued())  # reshard asks again
         if self.state is UnitState.LOADING:
-            self.state = UnitState.LOADED
+            self._enter(UnitState.LOADED)
 
     def gather(self) -> None:
         """LOADED → GATHERED: get the slices of all ranks. With one rank, its slice is the whole unit: see
@@ -361,7 +363,7 @@ class ParamUnit(UnitMemory):
             return
         if self._comm.world > 1:
             self._gather.finish(self.runs())
-        self.state = UnitState.GATHERED
+        self._enter(UnitState.GATHERED)
 
     def gather_ahead(self) -> None:
         """Begin to gather a unit that is LOADING: it is used next, on all ranks. Does not wait. The load is
@@ -406,7 +408,7 @@ class ParamUnit(UnitMemory):
         load = self._load
         if load is not None and self._loader is not None:
             self._loader.start(load)  # where an interrupt came first; once more does nothing
-            load.wait()  # before what gathers it, which cannot be told that an update has stopped
+            load.wait()
         self._gather.wait()
         if load is not None and load.error is None:
             # On CUDA the storage was allocated on the compute stream; it must see the copy
@@ -444,7 +446,7 @@ class ParamUnit(UnitMemory):
             return False
         edited = self.edited()
         if held:
-            self.state = UnitState.FILLED
+            self._enter(UnitState.FILLED)
         else:
             self._free()
         if edited:
@@ -469,9 +471,9 @@ class ParamUnit(UnitMemory):
                 self._free()
 
     def _free(self) -> None:
-        self.state = UnitState.FILLED
+        self._enter(UnitState.FILLED)
         self.drop()
-        self.state = UnitState.SHARDED
+        self._enter(UnitState.SHARDED)
 
     @property
     def nbytes(self) -> int:
@@ -498,12 +500,7 @@ class ParamUnit(UnitMemory):
     @property
     def in_use(self) -> bool:
         """Whether a use keeps the unit."""
-        return any(self.index in use.units for use in self._uses)
-
-    @property
-    def users(self) -> list[Use]:
-        """The uses that keep the unit, the one that began first at the head: [Note: uses]."""
-        return [use for use in self._uses if self.index in use.units]
+        return bool(self.users)
 
     @property
     def keepers(self) -> list[Use]:
@@ -513,7 +510,7 @@ class ParamUnit(UnitMemory):
     @property
     def writers(self) -> list[Use]:
         """Of these, the blocks whose end takes over every edit."""
-        return [use for use in self._uses if self.index in use.writes]
+        return [use for use in self.users if self.index in use.writes]
 
     def load_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""

@@ -3,23 +3,18 @@
 The update runs on one worker thread, in the order of the forward. A thread that needs a unit waits for
 that unit; a thread that needs everything waits for all units. A failure wakes every waiter, and each raises
 the error, so no thread waits for an update that will not come.
-
-[Note: updates that stop] If the worker finds no memory for a chunk, and has not begun to change it, the
-update stops: the rest of it waits. At least one call raises this error. The next call that checks or waits
-after that makes the update go on. For all other code the update is running: its chunks wait, and the engine
-keeps its gradients.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from infinity.core.commits import in_backward
 from infinity.core.errors import GradientError, InfinityError
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Bell
-from infinity.hardware.deferral import in_backward
 from infinity.hardware.device import Event
 from infinity.planning.partition import Chunk
 from infinity.storage.transfer import copy_error
@@ -47,8 +42,6 @@ class Updates:
         self._units: dict[int, int] = {}  # unit → chunks left
         self._copied: dict[int, Event] = {}  # unit → the last of its copies to the device, which are in order
         self._error: BaseException | None = None
-        #: Why the update stopped, and what has it go on: one, or none.
-        self._stopped: deque[tuple[BaseException, Callable[[], None]]] = deque()
         self._reported = False
         self._blocks_loads = True
         self._listeners: list[Callable[[int | None], None]] = []
@@ -122,58 +115,10 @@ class Updates:
         for call in self._listeners:
             call(None)
 
-    def stop(self, error: BaseException, go_on: Callable[[], None]) -> None:
-        """Note that what is left waits for `go_on`, because of `error`: [Note: updates that stop]."""
-        self._reported = False
-        self._stopped.append((error, go_on))
-        self._changed.ring()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether what is left waits to go on."""
-        return bool(self._stopped)
-
-    def go_on(self) -> None:
-        """Continue the update that stopped.
-
-        Raises:
-            ClosedError: the worker has ended, or belongs to another process.
-        """
-        try:
-            stopped = self._stopped.pop()  # one caller gets it
-        except IndexError:
-            return
-        reported, self._reported = self._reported, False
-        try:
-            stopped[1]()
-        except BaseException:
-            self._reported = reported
-            self._stopped.append(stopped)
-            raise
-
-    def give_up(self) -> None:
-        """What stopped will not go on: the worker has ended."""
-        if self._stopped:
-            error, _ = self._stopped.pop()
-            self.fail(error)
-
     def check(self) -> None:
-        """Raise the error of an update, if one failed, or stopped; see `check_stopped`."""
-        self.check_failed()
-        self.check_stopped()
-
-    def check_failed(self) -> None:
         """Raise the error of an update, if one failed."""
         error = self._error
         if error is not None:
-            self._reported = True
-            raise _copy_error(error)
-
-    def check_stopped(self) -> None:
-        """Raise why the update stopped, if no call has raised it yet; else continue the update."""
-        if self._reported:
-            self.go_on()
-        for error, _ in tuple(self._stopped):
             self._reported = True
             raise _copy_error(error)
 
@@ -195,7 +140,7 @@ class Updates:
         """Return whether a chunk still waits for its update; raise if that failed."""
         if chunk not in self._chunks:
             return False
-        self.check_failed()
+        self.check()
         return True
 
     def blocks_load(self, chunk: int) -> bool:
@@ -230,12 +175,12 @@ class Updates:
 
     def wait_all(self) -> None:
         """Block until nothing waits for its update; raise if that failed."""
-        self._wait(lambda: not self._chunks and not self._stopped)
+        self._wait(lambda: not self._chunks)
 
     def _wait(self, over: Callable[[], bool]) -> None:
         while not over():
             self.check()
-            self._changed.wait(lambda: self._error is not None or self._stopped or over())
+            self._changed.wait(lambda: self._error is not None or over())
 
 
 def _copy_error(error: BaseException) -> BaseException:

@@ -1,11 +1,11 @@
 """What is under way in an engine: one list of uses.
 
-[Note: uses] A forward, a backward, an operator that needs a unit outside of its scope, a thread that a
-forward starts and a `gathered` block are uses. Each says of which kind it is and which units it keeps on the
-device. Whether a forward or a backward is under way, who keeps a unit, and which block takes over a unit's
-edits are questions to this list; nothing else records it. To reset is to drop uses. torch tells of neither a
-backward that raised nor a forward that an interrupt ended, so a use may be left in the list: the next forward
-from outside drops it.
+[Note: uses] A forward, a backward, an operator that needs a unit outside of its scope and a `gathered` block
+are uses. Each says of which kind it is and which units it keeps on the device. Whether a forward or a
+backward is under way, who keeps a unit, and which block takes over a unit's edits are questions to this list.
+(A forward that moves nothing is not in it: [Note: nothing moves].) To reset is to drop uses. torch tells of
+neither a backward that raised nor a forward that an interrupt ended, so a use may be left in the list: the
+next forward from outside drops it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 
 
-class UseKind(enum.Enum):
+class UseKind(enum.IntEnum):  # whose hash is that of a number, without a call of Python
     """What a use is.
 
     ROOT: a forward of the model. FORWARD: a forward of a scope. RECOMPUTED: a forward of a scope inside of a
     backward, which has ended: it keeps its units until its backward, which follows at once, or until another
     scope comes. BACKWARD: the backward of a scope. TASK: a backward of autograd, inner ones included.
-    OPERATOR: autograd or an operator needs units outside of their scope. GUEST: a thread that a forward has
-    started needs them. BLOCK: a `gathered` block. ONCE: all units, for a moment.
+    OPERATOR: autograd or an operator needs units outside of their scope. BLOCK: a `gathered` block. ONCE: all
+    units, for a moment.
     """
 
     ROOT = enum.auto()
@@ -31,13 +31,12 @@ class UseKind(enum.Enum):
     BACKWARD = enum.auto()
     TASK = enum.auto()
     OPERATOR = enum.auto()
-    GUEST = enum.auto()
     BLOCK = enum.auto()
     ONCE = enum.auto()
 
 
 class Use:
-    """One use.
+    """One use. `Uses` changes it.
 
     Attributes:
         units: the indices of the units that it keeps.
@@ -55,48 +54,72 @@ class Use:
 
 
 class Uses:
-    """The list of one engine, the use that began first at its head. Threads that a forward starts change it
-    side by side: each change is one operation of a list, and each question goes through a copy."""
+    """The uses of one engine, by kind and by unit, each time the one that began first at the head. What
+    changes it is in a commit.
 
-    def __init__(self) -> None:
-        self._uses: list[Use] = []
+    Attributes:
+        of: for each kind the uses under way.
+        users: for each unit the uses that keep it.
+    """
+
+    def __init__(self, units: int) -> None:
+        self.of: dict[UseKind, dict[Use, None]] = {kind: {} for kind in UseKind}
+        self.users: list[dict[Use, None]] = [{} for _ in range(units)]
 
     def __iter__(self) -> Iterator[Use]:
-        return iter(tuple(self._uses))
+        return iter([use for uses in self.of.values() for use in uses])
 
     def begin(self, use: Use, units: Iterable[int] = ()) -> None:
         """Note a use, and that it keeps `units` as well. Does not load them."""
-        use.units.update(units)
-        if use not in self._uses:
-            self._uses.append(use)
+        self.of[use.kind][use] = None
+        for unit in units:
+            use.units.add(unit)
+            self.users[unit][use] = None
+
+    def turn(self, use: Use, kind: UseKind) -> None:
+        """Make a use one of another kind; it is the last that began of that."""
+        self.of[use.kind].pop(use, None)
+        use.kind = kind
+        self.of[kind][use] = None
+
+    def drop_units(self, use: Use, units: Iterable[int]) -> None:
+        """Have a use keep `units` no more."""
+        for unit in units:
+            use.units.discard(unit)
+            self.users[unit].pop(use, None)
 
     def end(self, use: Use) -> set[int]:
         """Drop a use; return the units that it kept. Nothing if it is gone already."""
-        if use in self._uses:
-            self._uses.remove(use)
+        self.of[use.kind].pop(use, None)
         units, use.units = use.units, set()
+        for unit in units:
+            self.users[unit].pop(use, None)
         return units
 
     def drop(self, *kinds: UseKind) -> None:
         """Drop all uses of some kinds."""
-        for use in self:
-            if use.kind in kinds:
+        for kind in kinds:
+            for use in [*self.of[kind]]:
                 self.end(use)
 
     def has(self, *kinds: UseKind) -> bool:
         """Return whether a use of one of these kinds is under way."""
-        return not {use.kind for use in tuple(self._uses)}.isdisjoint(kinds)  # asked at each use of a unit
+        return any(self.of[kind] for kind in kinds)
 
     def units(self) -> set[int]:
         """Return the units that any use keeps."""
-        return set().union(*(use.units for use in self))
+        found: set[int] = set()
+        for uses in self.of.values():
+            for use in uses:
+                found |= use.units
+        return found
 
     def writes(self) -> set[int]:
         """Return the units whose edits any use takes over when it ends."""
-        return set().union(*(use.writes for use in self))
+        return {unit for use in self.of[UseKind.BLOCK] for unit in use.writes}
 
     def forget_units(self, units: Collection[int]) -> None:
         """Drop what is kept of `units`, but for what `gathered` blocks keep."""
-        for use in self:
-            if use.kind is not UseKind.BLOCK:
-                use.units.difference_update(units)
+        for unit in units:
+            for use in [use for use in self.users[unit] if use.kind is not UseKind.BLOCK]:
+                self.drop_units(use, (unit,))

@@ -93,7 +93,7 @@ class Lookahead:
     def _follow(self) -> None:
         """Catch up with the schedule."""
         schedule = self._schedule
-        if not self._is_current or schedule.at - self._at > len(schedule.order):
+        if not self._is_current or schedule.at - self._at > schedule.order.length:
             self._epoch = schedule.epoch
             self._at = self._gathered = schedule.at
             self._clear()
@@ -132,7 +132,7 @@ class Lookahead:
         The stretch ends there."""
         self._follow()
         order = self._schedule.order
-        while self._end < self._at + len(order):
+        while self._end < self._at + order.length:
             unit = order.unit(self._end)
             if unit in self.away:
                 return unit, self._end

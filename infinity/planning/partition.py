@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # what is planned is not built: it has names of dtypes, `prec
     import torch
 
 
-class ParamSpec(NamedTuple):
+@dataclass(frozen=True)
+class ParamSpec:
     """What planning knows of one parameter. `precision` is the dtype of its copy, as ``fp32``, ``bf16`` or
     ``fp16``; `group` is the index of its optimizer group, -1 if it is frozen. `matrix`:
     Muon updates it as a whole, in its shape (`planning/matrices.py`). `fp32_moments`: its moments are fp32,
@@ -46,7 +47,7 @@ class ParamSpec(NamedTuple):
     matrix: bool = False
     fp32_moments: bool = False
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the parameter."""
         count = 1
@@ -54,12 +55,12 @@ class ParamSpec(NamedTuple):
             count *= size
         return count
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """`precision`, as torch has it."""
         return torch_dtype(self.precision)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of its copy, and of its gradient as it is made."""
         return self.numel * ITEMSIZES[self.precision]

@@ -22,6 +22,7 @@ class Order:
 
     def __init__(self, units: list[int]) -> None:
         self.units = units
+        self.length = len(units)
         self._places: dict[int, list[int]] = {}
         for at, unit in enumerate(units):
             self._places.setdefault(unit, []).append(at)
@@ -29,21 +30,18 @@ class Order:
         for at, pair in enumerate(pairwise(units), 1):
             self._pairs.setdefault(pair, at)
 
-    def __len__(self) -> int:
-        return len(self.units)
-
     def unit(self, at: int) -> int:
         """Return the unit at a place."""
-        return self.units[at % len(self.units)]
+        return self.units[at % self.length]
 
     def next_use(self, unit: int, at: int) -> float:
         """Return the first place of a unit from `at` on; infinity: the record does not have it."""
         places = self._places.get(unit)
         if places is None:
             return math.inf
-        position = at % len(self.units)
+        position = at % self.length
         i = bisect_left(places, position)
-        return at - position + (places[i] if i < len(places) else len(self.units) + places[0])
+        return at - position + (places[i] if i < len(places) else self.length + places[0])
 
     def behind(self, previous: int | None, unit: int) -> int | None:
         """Return the first place of `unit` right behind `previous`; None: there is none."""
@@ -71,7 +69,7 @@ class Schedule:
     @property
     def end(self) -> int:
         """The place where the cycle under way ends."""
-        return self._begin + len(self.order)
+        return self._begin + self.order.length
 
     def expect(self, grad: bool) -> None:
         """Note that a forward begins, and whether a backward may follow it."""
@@ -99,9 +97,10 @@ class Schedule:
         if previous == unit:
             return
         self._current.append(unit)
-        if self.at < self.end:
+        end = self._begin + self.order.length
+        if self.at < end:
             ahead = self.order.next_use(unit, self.at)
-            if ahead < self.end:
+            if ahead < end:
                 self.at = int(ahead) + 1
                 return
         for _, record in self._records:

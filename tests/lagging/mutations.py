@@ -53,12 +53,11 @@ _FILES = (
     "api/gathered.py",
     "autograd/activations.py",
     "autograd/phases.py",
-    "core/engine_lock.py",
+    "core/commits.py",
     "grads/buffer.py",
     "grads/gradient_chunks.py",
     "grads/gradients.py",
     "hardware/cuda_device.py",
-    "hardware/deferral.py",
     "hardware/streams.py",
     "optim/chunk_io.py",
     "optim/leaving.py",
@@ -80,10 +79,7 @@ _EARLY_ENDS = {
     "Engine._make",  # a `wrap` that fails
     "GradientIO.close",  # it has been waited for already, but after an error
     "HostStream.synchronize",
-    "Deferral.run",
-    "Deferral.wait_interrupted",
     "Task.pause",
-    "Updater.wait: self._stream.synchronize()",
     "_Worker._copy_oldest: wait_over(load.event)",
     "_Worker._fail",
 }
@@ -167,6 +163,7 @@ _STATEMENTS = {
     "let_go": "the wait for buffers that leave",
     "keep_clear": "the wait for an update that reads it",
     "finish_writes": "the wait for writes",
+    "_wait_for_holder": "the engine lock",
     "enter": "the engine lock",
     "begin": "the engine lock",
 }
@@ -179,7 +176,6 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "blocks_load": ("the look at updates", False),
     "has_unit": ("the look at updates", False),
     "has_chunk": ("the look at updates", False),
-    "_waits": ("the exception for a backward", True),
 }
 
 
@@ -216,9 +212,9 @@ def _of(node: ast.AST, parent: ast.AST) -> tuple[str, str, ast.expr] | None:
     given = ", ".join(_text(a) for a in node.args)
     if isinstance(parent, ast.withitem) and name == "there":
         return f"{text}()", "the stream that it was made on", ast.Call(_nothing(), [], [])
-    if owner.rpartition(".")[2] in _BELLS or (name == "begin" and not owner.endswith("deferral")):
+    if owner.rpartition(".")[2] in _BELLS or (name == "begin" and not owner.endswith("commits")):
         return None
-    if name == "enter" and not owner.endswith("lock"):
+    if name == "enter" and not owner.endswith("commits"):
         return None
     if isinstance(parent, ast.Expr):
         if name == "wait_for" and given.endswith(".wait_loaded"):
