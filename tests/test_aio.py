@@ -276,6 +276,7 @@ def _forbid(*calls: int, error: int = 1) -> None:
 _X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the calls are x86-64's")
 
 
+@pytest.mark.integration
 @_X86
 @pytest.mark.parametrize(
     ("calls", "expected"),

@@ -129,6 +129,7 @@ def faulty(tmp_path: Path) -> Any:
         yield mount
 
 
+@pytest.mark.integration
 @pytest.mark.first
 @pytest.mark.parametrize(
     ("op", "number"),
@@ -323,6 +324,7 @@ def test_what_is_being_edited_is_not_saved(tmp_path: Path) -> None:
     infinity.close(adam)
 
 
+@pytest.mark.integration
 def test_what_was_damaged_is_named_and_stops_the_run(tmp_path: Path) -> None:
     model, adam = start(tmp_path / "run", **ON_HOST)
     step(model, adam)

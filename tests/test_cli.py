@@ -135,6 +135,7 @@ def test_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert of_two["wear"]["rated_bytes"] == result["wear"]["rated_bytes"] == 600e12
 
 
+@pytest.mark.integration
 def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     everything = [f"--{k}=nvme" for k in ("parameters", "optimizer-state", "gradients")]
     machine = ["--machine", MACHINE, "--nvme", "/mnt/nvme0", "--batch", "1", "--recompute"]
@@ -189,6 +190,7 @@ def test_an_output_that_takes_no_more(to: str, form: str, code: int, said: str) 
     assert (done.returncode, done.stderr) == (code, said)
 
 
+@pytest.mark.integration
 def test_no_terminal_is_too_plain(tmp_path: Path) -> None:
     """A locale without UTF-8, and a directory whose name needs it."""
     drive = tmp_path / "größe-大"

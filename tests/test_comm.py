@@ -317,6 +317,7 @@ comm.close()
         assert "rank 1 is gone: its process ended without a word" in text
 
 
+@pytest.mark.integration
 def test_a_rank_that_does_not_come() -> None:
     """Rank 1 makes no engine at first; then it does something else than the others, and they see what."""
     script = """
@@ -341,6 +342,7 @@ else:
         assert "rank 0 has not come within 0.5 s" in the_error(result)[1]
 
 
+@pytest.mark.integration
 @pytest.mark.first
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_interrupt_is_heard_while_ranks_are_awaited(who: int) -> None:
@@ -360,6 +362,7 @@ if os.environ["RANK"] == sys.argv[1]:
     assert "KeyboardInterrupt" in err
 
 
+@pytest.mark.integration
 def test_ranks_that_torchrun_starts_again(tmp_path: Path) -> None:
     """They do not meet what the store has of those before."""
     script = """
@@ -473,6 +476,7 @@ comm.close()
 """
 
 
+@pytest.mark.integration
 def test_a_rank_that_is_alive_and_outside_is_waited_for() -> None:
     """Beyond the deadline; and both are told where the two are, at growing intervals."""
     results = run_ranks(3, START + NAP)

@@ -357,6 +357,7 @@ COMES: dict[str, tuple[tuple[int, ...], list[int]]] = {
 LIBRARIES = [(name, comes) for name in ("trainer", "lightning") for comes in COMES if comes != "SIGKILL"]
 
 
+@pytest.mark.integration
 @pytest.mark.on_cpu
 @pytest.mark.parametrize(
     ("name", "comes"),

@@ -88,6 +88,7 @@ class Collate:
         return torch.stack(rows) + len(list(self.held.parameters()))
 
 
+@pytest.mark.integration
 def test_a_collator_that_holds_the_model(tmp_path: Path) -> None:
     """With workers that get it pickled, as they do by default from Python 3.14 on."""
     model, optimizer = wrapped(tmp_path, parameters="host")

@@ -152,6 +152,7 @@ def test_two_drives_of_unequal_size(capsys: pytest.CaptureFixture[str]) -> None:
         train(*arguments)
 
 
+@pytest.mark.integration
 def test_a_70_b_model_is_not_sent_round_in_circles(capsys: pytest.CaptureFixture[str]) -> None:
     """Host, then NVMe, then host again: here each cure is for all tiers at once."""
     arguments = ["--preset", "llama-3.1-70b", "--machine", EXAMPLE, "--batch", "1"]

@@ -18,7 +18,7 @@ from .cgroup import unavailable
 from .command_line import started
 from .faults import FaultFS, build, missing_means
 
-pytestmark = [pytest.mark.processes, pytest.mark.root, pytest.mark.serial]
+pytestmark = [pytest.mark.integration, pytest.mark.processes, pytest.mark.root, pytest.mark.serial]
 
 #: Seconds for an end. A drive has 120, and a thread that it keeps in the system more.
 LIMIT = 60

@@ -81,6 +81,7 @@ def test_a_check_that_breaks_is_a_finding_and_a_warning_no_failure(
     assert f"to change: mkdir -p {tmp_path}/missing" in said
 
 
+@pytest.mark.integration
 def test_doctor_works_without_torch(tmp_path: Path) -> None:
     folder = tmp_path / "blocker" / "torch"
     folder.mkdir(parents=True)

@@ -275,6 +275,7 @@ infinity.close(model)
 """
 
 
+@pytest.mark.integration
 def test_ranks_keep_it_too(one_thread: None, tmp_path: Path) -> None:
     """Both ranks see the same batches: the mean of their gradients is each one's."""
     all_well(run_ranks(2, RANKS, str(tmp_path), seconds=120))

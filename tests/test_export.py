@@ -216,6 +216,7 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.integration
 def test_a_module_of_any_kind_in_any_dtype(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
     model, adam = net
     state = {n: v.clone() for n, v in model.state_dict().items()}

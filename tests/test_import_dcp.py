@@ -239,6 +239,7 @@ def test_two_models_are_told_apart_by_their_names(copied: Path, tmp_path: Path) 
     assert len(foreign.parameters) == 9
 
 
+@pytest.mark.integration
 def test_damage_is_found(copied: Path, tmp_path: Path) -> None:
     """Damaged values are errors; so is damaged metadata, or nothing of it mattered, or names are others."""
     path, _ = import_dcp(str(copied), str(tmp_path / "right"))

@@ -84,6 +84,7 @@ def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.integration
 def test_a_person_sees_tables_and_on_a_terminal_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

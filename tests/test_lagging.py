@@ -36,6 +36,7 @@ def run(*arguments: str, what: str = "run", seconds: float = 280) -> tuple[int, 
     return done.returncode, done.stdout + done.stderr[-4000:]
 
 
+@pytest.mark.integration
 @pytest.mark.first
 @pytest.mark.parametrize(
     ("schedule", "seed", "cases"),
@@ -62,6 +63,7 @@ def counts() -> dict[str, Any]:
     return dict(json.loads(line) for line in said.splitlines() if line.startswith("["))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", COUNTED)
 def test_nothing_waits_for_the_device_where_it_need_not(case: str) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""
@@ -127,6 +129,7 @@ def test_memory_of_the_device_runs_out_anywhere_and_the_batch_is_tried_again(cas
     assert "'OutOfMemoryError'" in said
 
 
+@pytest.mark.integration
 def test_a_driver_that_refuses_to_pin_leaves_nothing_behind() -> None:
     """Nothing registered, no error for the next launch; and the same model can be wrapped again."""
     code, said = run("nvme-host-host", "--registrations", what="faults")

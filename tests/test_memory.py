@@ -101,6 +101,7 @@ def train(
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+@pytest.mark.integration
 def test_what_is_placed_on_the_host_is_what_was_planned(tmp_path: Path) -> None:
     result = train(tmp_path, 6, 256, where="host", host="1GiB", device="24MiB")
     planned = result["host"] + result["device"] + result["activations"]

@@ -77,6 +77,7 @@ def test_native(scratch: str, build: str) -> None:
     _build_and_run(scratch, programs, BUILDS[build])
 
 
+@pytest.mark.integration
 def test_branches_are_covered(scratch: str) -> None:
     """Nearly every branch of the engine is an answer to an error; at least 95 % of them are taken."""
     if shutil.which("gcov") is None:

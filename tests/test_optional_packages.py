@@ -13,6 +13,8 @@ from infinity.core.optional import optional
 
 from .command_line import python, words
 
+pytestmark = pytest.mark.integration
+
 BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')\n"
 
 

@@ -34,6 +34,8 @@ NEXT = {
 
 ALONE = """
 from infinity.core.errors import DivergenceError, GradientError
+
+pytestmark = pytest.mark.integration
 weight = model.last.weight
 
 def other():

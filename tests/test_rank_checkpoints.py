@@ -15,6 +15,8 @@ from .rank_checkpoints import contents, made, trained
 from .ranks import all_well, run_ranks
 from .test_ranks import settings_of
 
+pytestmark = pytest.mark.integration
+
 SCRIPT = "from tests.rank_checkpoints import main; main()"
 
 

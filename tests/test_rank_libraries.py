@@ -18,6 +18,8 @@ from .ranks import all_well, run_ranks
 from .test_ecosystem import need
 from .test_ranks import MOE, of_stage
 
+pytestmark = pytest.mark.integration
+
 PAGE = (Path(__file__).parents[1] / "docs/ranks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"## (.+?)\n(?:(?!\n## )[\s\S])*?```python\n([\s\S]*?)```", PAGE)
 #: What takes seconds to import.

@@ -673,6 +673,7 @@ for accumulation in (None, 2) if stage < 2 else (None,):
 """
 
 
+@pytest.mark.integration
 @pytest.mark.first
 @pytest.mark.parametrize("stage", [3, 1])
 def test_what_users_do_to_gradients(stage: int, tmp_path: Path) -> None:
@@ -744,6 +745,7 @@ def test_other_ranks_than_the_first_build_without_memory(tmp_path: Path) -> None
     assert first == second
 
 
+@pytest.mark.integration
 def test_no_sync(tmp_path: Path) -> None:
     """In a context that is on, no gradient is sent; the next backward outside sends them all, once."""
     script = (
@@ -824,6 +826,7 @@ print(sets)
 """
 
 
+@pytest.mark.integration
 def test_experts_that_the_data_choose(tmp_path: Path) -> None:
     """Each rank uses others: the cure is one unit of all of them."""
     settings = json.dumps(settings_of(tmp_path, "nvme", "fp32"))

@@ -128,6 +128,7 @@ class Scores(torch.utils.data.Dataset[torch.Tensor]):
         return self.values()[row] * 2
 
 
+@pytest.mark.integration
 def test_a_worker_of_a_loader(wrapped: Wrapped) -> None:
     """A fork has no engine: neither a read nor a `gathered` block works there."""
     model, optimizer = wrapped
@@ -208,6 +209,7 @@ class OfClass(nn.Module):
         return nn.functional.linear(x, weight.scaled(), self.head.bias)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("parameters", ["nvme", "device"])
 def test_parameters_of_a_users_class_stay_that(parameters: str, tmp_path: Path) -> None:
     found = []

@@ -226,6 +226,7 @@ infinity.close(optimizer)
 """
 
 
+@pytest.mark.integration
 def test_torchs_distributed_state_dicts_on_ranks(tmp_path: Path) -> None:
     """A model that only some ranks would load is refused on all."""
     settings = {"device": "cpu", "nvme": str(tmp_path), "host_memory": "64MiB", **ON_NVME, "zero_stage": 3}

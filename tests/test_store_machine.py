@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -144,6 +145,7 @@ class Machine(RuleBasedStateMachine):
         assert stats.in_use == 0
 
 
+@pytest.mark.integration
 def test_the_store_is_a_dict() -> None:
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=20, stateful_step_count=30, deadline=None)

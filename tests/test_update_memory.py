@@ -173,6 +173,7 @@ infinity.close(optimizer)
 """
 
 
+@pytest.mark.integration
 @pytest.mark.processes
 def test_a_process_without_memory_is_told(tmp_path: Path) -> None:
     """The fault itself: an address space that is full."""

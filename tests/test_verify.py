@@ -27,6 +27,8 @@ from infinity.hardware import cpu_adam
 
 from .command_line import python
 
+pytestmark = pytest.mark.integration
+
 FEW = [
     *(case_of(NVME, update, dtype="bf16") for update in UPDATES),
     *(case_of(SPLIT, "overlap", word, **more) for word, more in OTHERS.items()),
