@@ -24,6 +24,7 @@ from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Version
 
 from . import inner, models
+from .small_store import wait_written
 
 PAGE = 4096
 STEPS = 3
@@ -109,7 +110,7 @@ def store_run(
     def run() -> str:
         for step in range(STEPS):
             _step(store, pool, model, step)
-        store.wait_written()
+        wait_written(store)
         if report is not None:
             report["submits"] = sum(s.submits for s in store.ring_stats())
         digest = hashlib.sha256()

@@ -288,7 +288,7 @@ class User:
         while time.monotonic() < until and any(q.in_use for q in pools().values()):
             time.sleep(0.01)
         self.check(not any(q.in_use for q in pools().values()), "leases that nobody has")
-        self.check(not self.engine.store.unfinished, "a transfer that nobody sees to")
+        self.check(not self.engine.store._order.pending(), "a transfer that nobody sees to")
         activations = self.engine.activations
         self.check(activations is None or not activations.in_use, "activations that nobody has")
         units = [u for u in self.engine.units if not u.on_device and u.state.value != "sharded"]

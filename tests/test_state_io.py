@@ -16,6 +16,7 @@ from infinity.core.sizes import NORM_BLOCK
 from infinity.storage.store import Store
 
 from . import inner
+from .small_store import wait_written
 
 
 def net() -> nn.Sequential:
@@ -63,7 +64,7 @@ def wrapped(path: Path, dtype: str) -> tuple[nn.Module, Any, Engine]:
         optimizer.zero_grad()
     engine = engine_of(model)
     engine.states.quiesce()
-    engine.store.wait_written()
+    wait_written(engine.store)
     return model, optimizer, engine
 
 

@@ -74,7 +74,7 @@ def test_a_trace_says_what_ran(name: str, tmp_path: Path) -> None:
         engine.states.quiesce()
         until = time.monotonic() + 30
         # Copies loaded ahead: between two chunks of a unit no transfer is under way.
-        while engine.store.unfinished or any(not u.load_is_over() for u in engine.units):
+        while engine.store._order.pending() or any(not u.load_is_over() for u in engine.units):
             assert time.monotonic() < until
             time.sleep(0.001)
         return tuple(map(sum, zip(*(s[2:] for s in engine.store.stats()), strict=True))) or (0,) * 4

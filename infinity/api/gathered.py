@@ -132,7 +132,7 @@ class _Gathered(contextlib.ContextDecorator, contextlib.AbstractContextManager[N
         saved.leave_left()
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
-                stack.callback(engine.phases.blocks.end_left)
+                stack.callback(engine.phases.end_blocks)
 
 
 def _check_one_version(engine: Engine) -> None:

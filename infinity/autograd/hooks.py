@@ -34,7 +34,7 @@ from .claims import Forward
 from .containers import cast, tensors_in
 from .guard import Guard
 from .no_gradients import refuse_backward, without_gradients
-from .phases import Phases, TrainingState
+from .phases import Phases
 
 
 class Hooks:
@@ -214,7 +214,7 @@ class Hooks:
         module may use another module's parameter, and a recomputation a parameter that is released by then.
         `address`: the code asks for an address in their memory, which the engine cannot count.
         Return whether the units are loaded."""
-        if self._phases.state is TrainingState.IDLE:
+        if self._phases.is_idle:
             if self._phases.closed:
                 self._phases.check()  # raises what to do then
             return False
@@ -229,7 +229,7 @@ class Hooks:
         if in_backward():
             phases.begin_backward()
             phases.end_passed()
-        phases.claims.want(units, newest=newest, note=phases.state is not TrainingState.IDLE, address=address)
+        phases.claims.want(units, newest=newest, note=not phases.is_idle, address=address)
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

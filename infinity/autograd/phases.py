@@ -19,7 +19,6 @@ computes. A unit that waits for its update, a backward, another thread and a tra
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 import time
 from collections.abc import Iterator
@@ -52,16 +51,6 @@ _AFTER: Final = {
     "`infinity.unwrap(model)` in place of close()",
     UNWRAPPED: "use it as a plain model; or wrap the model again, and use the model that `wrap` returns",
 }
-
-
-class TrainingState(enum.Enum):
-    """What the thread that has the engine is in the middle of. RECOMPUTING: a forward inside of a
-    backward."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECOMPUTING = "recomputing"
 
 
 class Root(Use):
@@ -121,12 +110,9 @@ class Phases:
         self.closed = self.closed or why
 
     @property
-    def state(self) -> TrainingState:
-        """What is under way."""
-        if in_backward():
-            recomputes = any(f.recomputes for f in self._of_scopes(UseKind.FORWARD))
-            return TrainingState.RECOMPUTING if recomputes else TrainingState.BACKWARD
-        return TrainingState.FORWARD if self.in_forward else TrainingState.IDLE
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward is under way."""
+        return not (in_backward() or self.in_forward)
 
     def _of_scopes(self, kind: UseKind) -> list[Forward]:
         """Return the forwards of scopes, or their backwards, that are under way, innermost last."""
@@ -169,7 +155,7 @@ class Phases:
                 found=self.closed,
                 cure=_AFTER[self.closed],
             )
-        self.blocks.end_left()
+        self.end_blocks()
         if not backward:
             self.note_lost()
         if self._partly:
@@ -181,6 +167,10 @@ class Phases:
             )
         self._updates.check()
         self._store.check()
+
+    def end_blocks(self) -> None:
+        """End the `gathered` blocks that were left: see `Blocks.end_left`."""
+        self.blocks.end_left(self.lose)
 
     def note_lost(self) -> None:
         """Note what a backward that did not come to its end has updated: it cannot be taken back."""
@@ -217,7 +207,7 @@ class Phases:
         self.commits.begin(use)
         self.reset_abandoned()
         self.commits.begin(use)  # that ended what this thread had begun
-        self.blocks.end_left()
+        self.end_blocks()
         self._edits.given.check()
         if getattr(torch.autograd.graph, "_allow_mutation_on_saved_tensors_enabled", False):
             raise ParameterError(

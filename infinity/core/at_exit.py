@@ -1,10 +1,5 @@
-"""Work at the end of a program, after all other exit handlers.
-
-[Note: after the last handler] Python's `atexit` calls the newest handlers first. A handler from before the
-import of infinity runs after any handler that infinity registers, and a user who saves there would find the
-engine closed. So infinity's calls hang on an object that only `atexit` holds: CPython drops it after it has
-called all handlers, and before it stops the threads that infinity waits for. After `weakref`'s own handler
-has run, no `weakref.finalize` has any effect, so an open engine does not depend on one.
+"""Work at the end of a program: after the exit handlers that the program has registered since infinity was
+imported, since Python's `atexit` calls the newest first.
 
 [Note: a thread that a drive keeps] An interrupt ends a program whose drive no longer answers, while a thread
 of infinity is in a system call. If the drive answers while CPython shuts the interpreter down, that thread
@@ -20,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -28,21 +22,6 @@ from typing import Final
 THREADS: Final = "infinity-"
 
 _ends: list[Callable[[], None]] = []
-
-
-class _Last:
-    """Makes the calls when it goes."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-
-    def __del__(self) -> None:
-        if self._pid != os.getpid():
-            return  # a fork, which `multiprocessing` has forget its parent's handlers
-        with contextlib.ExitStack() as stack:  # each is called, whatever others raise
-            stack.callback(_leave)
-            for call in reversed(_ends):
-                stack.callback(call)
 
 
 def interrupted_at_exit() -> bool:
@@ -64,7 +43,7 @@ def _leave() -> None:
     os._exit(128 + signal.SIGINT)  # it is blocked
 
 
-_last: weakref.ref[_Last] | None = None
+_armed = 0  # the number of the process that makes the calls
 
 
 def at_end(call: Callable[[], None], *, last: bool = False) -> None:
@@ -75,13 +54,16 @@ def at_end(call: Callable[[], None], *, last: bool = False) -> None:
 
 def arm() -> None:
     """Make sure that this process makes the calls: a fork may have lost the registration of its parent."""
-    global _last
-    there = _last() if _last is not None else None
-    if there is None or there._pid != os.getpid():
-        made = _Last()
-        _last = weakref.ref(made)
-        atexit.register(_hold, made)
+    global _armed
+    if _armed != os.getpid():
+        _armed = os.getpid()
+        atexit.register(_end, _armed)
 
 
-def _hold(_: _Last) -> None:
-    """Do nothing: the reference in its arguments is what counts."""
+def _end(pid: int) -> None:
+    if pid != os.getpid():
+        return  # a fork, which `multiprocessing` has forget its parent's handlers
+    with contextlib.ExitStack() as stack:  # each is called, whatever others raise
+        stack.callback(_leave)
+        for call in reversed(_ends):
+            stack.callback(call)

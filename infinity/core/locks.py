@@ -16,10 +16,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
-#: The names of the locks: which units' values have arrived; which units are away or idle; what the loader has
-#: to do; pending transfers and the chunk table; who has which lease; which pieces of a heap are lent; which
-#: descriptors change.
-ORDER: Final = ("residency", "cache", "loader", "store", "pool", "heap", "descriptor")
+#: The names of the locks: what the loader has to do; pending transfers and the chunk table; who has which
+#: lease; which pieces of a heap are lent; which descriptors change.
+ORDER: Final = ("loader", "store", "pool", "heap", "descriptor")
 
 #: Of tests: makes of a plain lock one that checks the order; and what a thread calls before it waits.
 check: Callable[[Any, str, bool], Lock] | None = None

@@ -62,11 +62,6 @@ def _is_of(frame: FrameType, home: str, name: str) -> bool:
     return name in frame.f_code.co_name and frame.f_globals.get("__name__") == home
 
 
-def is_module_call(frame: FrameType) -> bool:
-    """Return whether a frame is torch's function that calls a module's forward and hooks."""
-    return frame.f_code.co_name == "_call_impl" and _is_of(frame, _MODULES, "_call_impl")
-
-
 def is_backward(frame: FrameType) -> bool:
     """Return whether a frame is torch's function that runs a backward."""
     return _is_of(frame, _GRAPH, "_engine_run_backward")
@@ -102,7 +97,8 @@ def broadcast_has_model() -> bool | None:
 
 def calls_of(module: object) -> int:
     """Return how many calls of a module are on this thread's stack."""
-    return sum(is_module_call(f) and f.f_locals.get("self") is module for f in frames())
+    calls = (f for f in frames() if f.f_code.co_name == "_call_impl" and _is_of(f, _MODULES, "_call_impl"))
+    return sum(f.f_locals.get("self") is module for f in calls)
 
 
 def is_called(ident: int | None = None) -> bool:

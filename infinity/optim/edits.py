@@ -50,7 +50,6 @@ class Block(Use):
         self.moved: dict[int, set[int]] = {unit: set() for unit in named}
         self.refused: dict[int, set[int]] = {unit: set() for unit in named}
         self.versions: dict[int, list[int]] = {}
-        self.failed = False  # to end, once
 
     @property
     def is_left(self) -> bool:

@@ -21,7 +21,6 @@ from typing import TypeVar
 
 import torch
 
-from infinity.core.locks import lock
 from infinity.core.spans import Recorder
 from infinity.hardware.device import Device
 from infinity.planning.lookahead import Lookahead
@@ -72,7 +71,6 @@ class Cache:
         self._late: deque[ParamUnit] = deque()  # [Note: late loads]; some may have begun, or gone, meanwhile
         sizes = [u.layout.gathered_nbytes for u in units]
         self._ahead = Lookahead(self.schedule, sizes, {u.index for u in units if u.persistent})
-        self._lock = lock("cache")  # guards that, and `allocated`; threads of a forward come side by side
         self.allocated = sum(sizes[u.index] for u in units if not u.on_device)
         for unit in units:
             if not unit.on_device:
@@ -83,26 +81,23 @@ class Cache:
         """A unit has another state."""
         state, index = unit.state, unit.index
         away = state is UnitState.SHARDED or (state is UnitState.FILLED and not unit.waits_for_owner)
-        with self._lock:
-            if away != (index in self._ahead.away):
-                self.allocated += -unit.layout.gathered_nbytes if away else unit.layout.gathered_nbytes
-            self._ahead.put(
-                index,
-                away=away,
-                idle=not unit.persistent and state in IDLE_STATES,
-                gathered=state in (UnitState.GATHERED, UnitState.UNSHARDED),
-            )
+        if away != (index in self._ahead.away):
+            self.allocated += -unit.layout.gathered_nbytes if away else unit.layout.gathered_nbytes
+        self._ahead.put(
+            index,
+            away=away,
+            idle=not unit.persistent and state in IDLE_STATES,
+            gathered=state in (UnitState.GATHERED, UnitState.UNSHARDED),
+        )
 
     def next_ungathered(self) -> ParamUnit | None:
         """Return the unit that comes next in this cycle, of those that are not gathered."""
-        with self._lock:
-            index = self._ahead.next_ungathered()
+        index = self._ahead.next_ungathered()
         return None if index is None else self.units[index]
 
     def lowest_ungathered(self, count: int) -> ParamUnit | None:
         """Return the first of the first `count` units that is not gathered."""
-        with self._lock:
-            index = self._ahead.lowest_ungathered(count)
+        index = self._ahead.lowest_ungathered(count)
         return None if index is None else self.units[index]
 
     def load(self, unit: ParamUnit, *, urgent: bool = False) -> None:
@@ -177,9 +172,8 @@ class Cache:
         if not self._ahead.away:
             return  # the usual answer, and it is asked for at each use of a unit
         while True:
-            with self._lock:
-                found = self._ahead.next_away()
-                before = self._ahead.nbytes_before(self._uses.units())
+            found = self._ahead.next_away()
+            before = self._ahead.nbytes_before(self._uses.units())
             if found is None or (newest and self._updates.has_unit(found[0])):
                 return  # which version is the newest is not known yet
             unit, place = self.units[found[0]], found[1]
@@ -218,8 +212,7 @@ class Cache:
         tried: list[int] = []
         try:
             while room < need:
-                with self._lock:
-                    found = self._ahead.take_farthest(self._uses.units())
+                found = self._ahead.take_farthest(self._uses.units())
                 if found is None:
                     break
                 tried.append(found[0])
@@ -229,9 +222,8 @@ class Cache:
                 if self._drop(other):
                     room += other.layout.gathered_nbytes
         finally:
-            with self._lock:
-                for index in tried:
-                    self._ahead.put_back(index)
+            for index in tried:
+                self._ahead.put_back(index)
         return room >= need
 
     def _drop(self, unit: ParamUnit) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from infinity.core.commits import Commits, commit
 from infinity.core.errors import ParameterChangedError, ParameterError
-from infinity.core.locks import lock
 from infinity.core.spans import Recorder, now
 from infinity.hardware.device import Device, Event
 
@@ -60,7 +59,6 @@ class Residency:
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
-        self._arrivals = lock("residency")
         self._awaited: set[ParamUnit] = set()  # held, and placed on the device: `refresh` waits for them
         self._published: dict[int, Sequence[Event]] = {}  # copies to units on the device, by unit: the last
         for unit in units:
@@ -304,11 +302,7 @@ class Residency:
         """Make every read of the values of units on the device wait for the posted update."""
         for unit in (self.units[i] for i in indices):
             if unit.on_device:
-                self._expect(unit, functools.partial(self._wait_updated, unit.index))
-
-    def _expect(self, unit: ParamUnit, wait: Callable[[], None]) -> None:
-        with self._arrivals:
-            unit.expect(wait)
+                unit.expect(functools.partial(self._wait_updated, unit.index))
 
     def resume(self, unit: ParamUnit) -> None:
         """Wait for the values of a unit on the device, then let them be used. Any thread may, also beside a
@@ -323,9 +317,8 @@ class Residency:
     def _resume(self, unit: ParamUnit) -> None:
         if (wait := unit.arriving) is not None:
             wait()
-            with self._arrivals:
-                if unit.arriving is wait:  # no other thread was quicker
-                    unit.arrived()
+            if unit.arriving is wait:  # no other thread was quicker
+                unit.arrived()
         else:  # who was first has waited on another stream, maybe; nobody has for slices that lie there
             for event in (*self._published.get(unit.index, ()), self._updates.copied(unit.index)):
                 if event is not None:
@@ -367,7 +360,7 @@ class Residency:
             self._resume(unit)
             if events := self._publisher.publish(unit):
                 self._published[unit.index] = events
-                self._expect(unit, functools.partial(self._wait_on_device, events))
+                unit.expect(functools.partial(self._wait_on_device, events))
         for unit in self.units:
             unit.newest = False
         return [p for u in changed for p in u.params]

@@ -299,18 +299,6 @@ class Store:
         if self._closed:
             raise ClosedError("the store was closed")
 
-    def wait_written(self) -> None:
-        """Block until no write is pending.
-
-        Raises:
-            StorageError: a transfer failed.
-        """
-        self.check()
-        while writes := self._order.pending(writes=True):
-            for transfer in writes:
-                transfer.complete(None)
-        self.check()
-
     def stats(self) -> tuple[DirectoryStats, ...]:
         """Return what was given to the drives, by directory."""
         with self._order.lock:
@@ -321,11 +309,6 @@ class Store:
     def ring_stats(self) -> list[RingStats]:
         """Return the figures of each directory's ring, in the order of the directories."""
         return [ring.stats() for ring in self._rings]
-
-    @property
-    def unfinished(self) -> int:
-        """Transfers that were begun and are not complete, or not seen to be."""
-        return len(self._order.pending())
 
     def close(self) -> None:
         """Wait for all that is pending, end the rings and close the arenas. A second call does
