@@ -11,6 +11,8 @@ import pytest
 from .ranks import all_well, run_ranks
 from .test_ranks import HEAD, LOOP, of_stage
 
+pytestmark = pytest.mark.integration
+
 #: What one rank does to its gradients and the other does not, behind a backward.
 CHANGES = {
     "zero_grad": "adam.zero_grad()",
@@ -35,7 +37,6 @@ NEXT = {
 ALONE = """
 from infinity.core.errors import DivergenceError, GradientError
 
-pytestmark = pytest.mark.integration
 weight = model.last.weight
 
 def other():

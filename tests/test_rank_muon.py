@@ -15,13 +15,14 @@ from infinity.planning.partition import ParamSpec, UnitLayout, partition
 from .ranks import all_well, run_ranks
 from .test_ranks import HEAD, LOOP, settings_of
 
+pytestmark = pytest.mark.integration
+
 MUON = """
 from infinity.core.errors import BudgetError, OutOfMemoryError, StorageError
 from infinity.hardware import muon
 from infinity.optim import matrices
 from tests.whole import muon as optimizer_of
 
-pytestmark = pytest.mark.integration
 adam = optimizer_of(model.parameters())
 """
 #: A training of which one rank does something else; says how it ends, and after how many seconds.
