@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from infinity.core.commits import Commits, in_backward
+from infinity.core.commits import Commits
 from infinity.core.errors import (
     ConfigError,
     CorruptionError,
@@ -34,6 +34,7 @@ from infinity.core.errors import (
 )
 from infinity.core.paths import local_path
 from infinity.core.sizes import format_size
+from infinity.core.stack import is_inside
 from infinity.core.threads import start
 from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.ranks import Comm, told
@@ -72,10 +73,11 @@ def interruptible(
             progress(done, total)
 
     with comm.slowly() if comm is not None else contextlib.nullcontext():
-        if commits.is_mine() or in_backward():  # a hook of the user's makes the call
+        if commits.is_mine() or is_inside():  # a hook of the user's makes the call
             return commits.run(lambda: call(tell))
         task = Task(commits.for_caller(lambda: call(tell)))
-        start(threading.Thread(target=task.run, name="infinity-files", daemon=True))
+        with commits:  # an interrupt would end `start` in its middle
+            start(threading.Thread(target=task.run, name="infinity-files", daemon=True))
         try:
             return cast(_R, task.result())
         except BaseException as error:

@@ -92,6 +92,7 @@ class Engine:
         self.config = config
         self.number = next(_NUMBERS)
         self._kept = contextlib.ExitStack()  # closed when all else is
+        self.params: dict[nn.Parameter, ShardedParam] = {}
         self.matrix_owners: Comm = Alone()
         self._frozen = frozen
         self.model = weakref.ref(model)  # the model holds the engine, by its hooks
@@ -113,6 +114,8 @@ class Engine:
             for each in (comm, self.matrix_owners):
                 each.post(error)
                 each.close()
+            for sharded in self.params.values():
+                sharded.forget()
             raise
         self._kept.callback(self.matrix_owners.close)
 
@@ -246,7 +249,6 @@ class Engine:
         owners = Alone() if self.config.zero_stage == 0 else comm  # of units: each rank has the whole
         stage = self.config.zero_stage if owners.world > 1 else 0
         units, uses = [], Uses(len(layouts))
-        self.params: dict[nn.Parameter, ShardedParam] = {}
         for layout, member, unit_specs in zip(layouts, members, specs, strict=True):
             sharded = [
                 ShardedParam(p, spec, layout.index, i)
@@ -463,7 +465,7 @@ def engine_of(thing: object) -> Engine:
         WrapError: it belongs to no wrapped model.
     """
     inner = getattr(thing, "optimizer", None)  # accelerate gives its users one around ours
-    for engine in _ENGINES:
+    for engine in tuple(_ENGINES):
         if (
             thing is engine.model()
             or (engine.trains and (thing is engine.optimizer or inner is engine.optimizer))

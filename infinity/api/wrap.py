@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 
+from infinity.core.commits import Commits
 from infinity.core.config import Config
 from infinity.core.errors import OptimizerTypeError, WrapError
 from infinity.optim.optimizer import OffloadOptimizer
@@ -69,8 +71,15 @@ def wrap(
             found="None",
             cure=f"{EXAMPLE}; for a model that is only used, infinity.inference(model, config)",
         )
-    with torch.inference_mode(False):  # what it makes is changed by threads that are not in that mode
-        engine = Engine(model, optimizer, config, mesh=mesh)
+    engine: Engine | None = None
+    try:
+        with torch.inference_mode(False):  # what it makes is changed by threads that are not in that mode
+            with contextlib.closing(Commits()) as commits, commits:
+                engine = Engine(model, optimizer, config, mesh=mesh)
+    except BaseException:
+        if engine is not None:  # an interrupt came meanwhile, and nobody gets it
+            restore(engine)
+        raise
     return model, engine.optimizer
 
 

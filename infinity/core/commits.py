@@ -138,10 +138,15 @@ class Commits:
             ThreadError: another thread has used the engine for too long; or a handler of a signal that came
                 in a commit makes this call.
         """
+        if not self._lock._is_owned():
+            handlers.wrap()  # those that were set since
         grad = torch.is_grad_enabled()
         self._take(beside)
         torch._C._set_grad_enabled(False)
         try:
+            if torch._C._len_torch_function_stack():
+                with torch.device("cpu"):  # whatever torch.set_default_device says
+                    return call()
             return call()
         finally:
             torch._C._set_grad_enabled(grad)
@@ -217,6 +222,7 @@ class Commits:
         Raises:
             ThreadError: another thread has held the engine for too long.
         """
+        handlers.wrap()
         self._take(False)
         self._holder = self._holder or self._who()
         if isinstance(use, Hold):
@@ -296,7 +302,8 @@ def commit(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[A
 
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         commits: Commits = self.commits
-        if commits._lock._is_owned() and not (torch.is_grad_enabled() or handlers.state.runs):
+        plain = not (torch.is_grad_enabled() or torch._C._len_torch_function_stack() or handlers.state.runs)
+        if plain and commits._lock._is_owned():
             return method(self, *args, **kwargs)
         return commits.run(functools.partial(method, self, *args, **kwargs))
 

@@ -9,6 +9,7 @@ of that wait. A commit costs nothing for this.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
 import signal
@@ -78,8 +79,8 @@ def wrap() -> None:
     nothing."""
     if _is_main():
         for number in _NUMBERS:
-            handler = signal.getsignal(number)
-            if callable(handler) and type(handler) is not _Deferring:
+            handler = _signal.getsignal(number)  # without the enumerations of `signal`: each call comes here
+            if type(handler) is not _Deferring and callable(handler):
                 signal.signal(number, _Deferring(handler))
 
 
@@ -115,8 +116,10 @@ def _run() -> None:
         try:
             handler(number, None)
         except BaseException:
-            while deferred:  # the others come again, as after any handler that raises
-                signal.raise_signal(deferred.pop()[0])
+            rest = [number for number, _ in deferred]
+            deferred.clear()
+            for number in rest:  # they come again, as after any handler that raises; in a commit they wait
+                signal.raise_signal(number)
             raise
 
 

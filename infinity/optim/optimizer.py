@@ -177,7 +177,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 Load the last checkpoint then.
         """
         self.commits.check_handler()
-        handlers.wrap()
         start = time.perf_counter()
         if self._of_accelerate and is_between_steps():
             return None
@@ -491,7 +490,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 some ranks have given it a state dict of the model.
             ParameterChangedError: the program edited a parameter in place while its update was delayed.
         """
-        handlers.wrap()
         return self.commits.run(self._make_state_dict)
 
     def _make_state_dict(self) -> dict[str, Any]:

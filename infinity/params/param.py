@@ -430,6 +430,11 @@ class ShardedParam:
         """Give the parameter its class back."""
         self.param.__class__ = self.cls
 
+    def forget(self) -> None:
+        """Belong to no engine, if the parameter is as it was: a `wrap` has failed before it took it over."""
+        if type(self.param) is self.cls:
+            _SHARDED.pop(self.param, None)
+
     def give_back(self, values: torch.Tensor) -> None:
         """Make the parameter an ordinary one with `values`, without a gradient; it belongs to no engine
         then. A graph from before fails, as if the values had been edited."""
