@@ -157,7 +157,7 @@ _STATEMENTS = {
     "_wait_update": "the wait for a parameter's update",
     "_resume": "the wait for values on the device",
     "resume_all": "the wait for values on the device",
-    "_expect": "nobody is told to wait",
+    "expect": "nobody is told to wait",
     "expect_updates": "nobody is told to wait",
     "quiesce": "the wait for updates",
     "let_go": "the wait for buffers that leave",
@@ -214,7 +214,7 @@ def _of(node: ast.AST, parent: ast.AST) -> tuple[str, str, ast.expr] | None:
         return f"{text}()", "the stream that it was made on", ast.Call(_nothing(), [], [])
     if owner.rpartition(".")[2] in _BELLS or (name == "begin" and not owner.endswith("commits")):
         return None
-    if name == "enter" and not owner.endswith("commits"):
+    if (name == "enter" and not owner.endswith("commits")) or (name == "expect" and owner != "unit"):
         return None
     if isinstance(parent, ast.Expr):
         if name == "wait_for" and given.endswith(".wait_loaded"):
