@@ -24,7 +24,6 @@ from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Version
 
 from . import inner, models
-from .small_store import wait_written
 
 PAGE = 4096
 STEPS = 3
@@ -110,7 +109,7 @@ def store_run(
     def run() -> str:
         for step in range(STEPS):
             _step(store, pool, model, step)
-        wait_written(store)
+        store.wait_written()
         if report is not None:
             report["submits"] = sum(s.submits for s in store.ring_stats())
         digest = hashlib.sha256()

@@ -125,12 +125,3 @@ def bytes_of(store: Store, chunk: int, part: str, slot: int = 0) -> bytes:
     with open(arena_file(store), "rb") as file:
         file.seek(extent.offset)
         return file.read(extent.nbytes)
-
-
-def wait_written(store: Store) -> None:
-    """Wait until no write is pending; raise what went wrong."""
-    store.check()
-    while writes := store._order.pending(writes=True):
-        for transfer in writes:
-            transfer.complete(None)
-    store.check()

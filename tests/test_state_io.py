@@ -16,7 +16,6 @@ from infinity.core.sizes import NORM_BLOCK
 from infinity.storage.store import Store
 
 from . import inner
-from .small_store import wait_written
 
 
 def net() -> nn.Sequential:
@@ -64,7 +63,7 @@ def wrapped(path: Path, dtype: str) -> tuple[nn.Module, Any, Engine]:
         optimizer.zero_grad()
     engine = engine_of(model)
     engine.states.quiesce()
-    wait_written(engine.store)
+    engine.store.wait_written()
     return model, optimizer, engine
 
 

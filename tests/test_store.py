@@ -39,7 +39,6 @@ from .small_store import (
     pool_of,
     put,
     store_of,
-    wait_written,
 )
 
 # ---------------------------------------------------------------------------- contents
@@ -195,7 +194,7 @@ def test_a_read_begins_after_the_write_before_it_and_a_write_after_the_reads(tmp
         assert set(b.tensor()[: 2 * PAGE].tolist()) == {1}
         assert set(a.tensor()[: 2 * PAGE].tolist()) == {3}
         other.wait(20)
-        wait_written(store)
+        store.wait_written()
 
 
 def test_what_is_done_with_the_back_does_not_wait_for_the_front(tmp_path: Path) -> None:
@@ -214,7 +213,7 @@ def test_what_is_done_with_the_back_does_not_wait_for_the_front(tmp_path: Path) 
         newer = store.read(0, "copy", a)
         assert newer.waits_for == {write}
         store._rings[0].hold(False)
-        wait_written(store)
+        store.wait_written()
         for transfer, lease, value in ((read, b, 1), (newer, a, 3)):
             transfer.wait(20)
             assert set(lease.tensor()[: 2 * PAGE].tolist()) == {value}
@@ -240,7 +239,7 @@ def test_an_interrupt_in_the_middle_of_a_call_does_not_hang_the_next(
             store.read(1, "copy", lease)
         store._rings[0].hold(False)
         with pytest.raises(StorageError, match="read of part 'copy' of chunk 1 was interrupted"):
-            wait_written(store)
+            store.wait_written()
         first.wait(20)
         with pytest.raises(StorageError, match="was interrupted"):
             second.wait(20)
@@ -273,7 +272,7 @@ def test_a_transfer_that_finds_no_memory_is_made_again(tmp_path: Path) -> None:
                 transfer = again(lambda lease=read: store.read(0, "gradient", lease))
                 again(transfer.wait)
                 assert set(read.tensor().tolist()) == {(at + 1) % 251}, shortage.fired
-            again(lambda: wait_written(store))
+            again(store.wait_written)
             assert not store._order.pending(), shortage.fired
             assert pool.stats()["a"].in_use == pool.stats()["a"].quarantined == 0, shortage.fired
             if not shortage.fired:
@@ -291,7 +290,7 @@ def test_a_short_read_names_what_it_hit_and_stays(tmp_path: Path) -> None:
         with pytest.raises(ShortTransferError, match="read of part 'state' of chunk 2 failed") as raised:
             store.read(2, "state", lease).wait()
         assert raised.value.path == str(tmp_path / "drive")
-        for call in (store.check, lambda: wait_written(store), lambda: store.write(0, "copy", lease)):
+        for call in (store.check, store.wait_written, lambda: store.write(0, "copy", lease)):
             with pytest.raises(ShortTransferError, match="chunk 2"):
                 call()
         store.close()  # everybody knows by now
@@ -304,7 +303,7 @@ def _until_it_raises(call: Callable[[], object]) -> None:
         call()
 
 
-@pytest.mark.parametrize("by", ["check", "close"])
+@pytest.mark.parametrize("by", ["check", "wait_written", "close"])
 def test_a_failed_write_that_nobody_waited_for_arrives(tmp_path: Path, by: str) -> None:
     pool = pool_of()
     with store_of(tmp_path, pool=pool) as store:

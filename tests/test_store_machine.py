@@ -16,7 +16,7 @@ from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Store
 
-from .small_store import CHUNK, HOST, NVME, PAGE, ROOM, UnderWay, wait_written
+from .small_store import CHUNK, HOST, NVME, PAGE, ROOM, UnderWay
 
 
 class Machine(RuleBasedStateMachine):
@@ -122,7 +122,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        wait_written(self.store)
+        self.store.wait_written()
 
     @invariant()
     def no_lease_is_lost(self) -> None:

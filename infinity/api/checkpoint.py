@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -35,10 +36,9 @@ from infinity.core.errors import (
 from infinity.core.paths import local_path
 from infinity.core.sizes import format_size
 from infinity.core.stack import is_inside
-from infinity.core.threads import start
 from infinity.hardware.aio import Ring, open_ring
 from infinity.hardware.ranks import Comm, told
-from infinity.hardware.streams import Task
+from infinity.hardware.streams import HostStream
 from infinity.params.param import ShardedParam
 from infinity.storage.checkpoints import Found, instead
 from infinity.storage.checksums import RangeCrc, Sums
@@ -75,9 +75,8 @@ def interruptible(
     with comm.slowly() if comm is not None else contextlib.nullcontext():
         if commits.is_mine() or is_inside():  # a hook of the user's makes the call
             return commits.run(lambda: call(tell))
-        task = Task(commits.for_caller(lambda: call(tell)))
-        with commits:  # an interrupt would end `start` in its middle
-            start(threading.Thread(target=task.run, name="infinity-files", daemon=True))
+        with commits:  # an interrupt would end this in its middle
+            task = _files(commits).submit(commits.for_caller(lambda: call(tell)))
         try:
             return cast(_R, task.result())
         except BaseException as error:
@@ -89,6 +88,18 @@ def interruptible(
             raise
         finally:
             del task  # its error holds this frame
+
+
+#: The thread of each engine that works on files: one, whose memory malloc gives to the next call.
+_FILES: weakref.WeakKeyDictionary[Commits, HostStream] = weakref.WeakKeyDictionary()
+
+
+def _files(commits: Commits) -> HostStream:
+    stream = _FILES.get(commits)
+    if stream is None or not stream.is_mine:
+        stream = _FILES[commits] = HostStream("files")
+        commits.ends.append(stream.let_go)
+    return stream
 
 
 def settle(engine: Engine) -> None:

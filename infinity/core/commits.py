@@ -75,7 +75,8 @@ class Commits:
     ) -> None:
         self._limit = limit
         self._carry = carry
-        self._for: dict[int, int] = {}  # a thread that `for_caller` has begun, and whose it is
+        self._for: dict[int, int] = {}  # a thread that makes a call of `for_caller`, and for whom
+        self.ends: list[Callable[[], object]] = []  # what `close` calls
         self._staged = staged
         self._lock: Any = reset_after_fork(threading.RLock())
         self._holder = 0  # the number of a thread
@@ -89,6 +90,9 @@ class Commits:
     def close(self) -> None:
         """There are no more commits of other threads that a handler would wait for."""
         handlers.unwatch(self)
+        for end in self.ends:
+            end()
+        self.ends.clear()
 
     def is_mine(self) -> bool:
         """Whether this thread is in a commit."""

@@ -174,6 +174,16 @@ class HostStream:
         """Block until everything queued so far has run. Errors stay with their tasks."""
         self.submit(lambda: None).wait()
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is open, and this process has its thread."""
+        return not self._closed and self._pid == os.getpid()
+
+    def let_go(self) -> None:
+        """`close`, without waiting for the end."""
+        self._closed = True
+        self._finalizer()
+
     def close(self) -> None:
         """Run what is queued, end the thread. What a task waits for has a deadline of its own."""
         self._closed = True

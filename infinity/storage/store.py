@@ -299,6 +299,18 @@ class Store:
         if self._closed:
             raise ClosedError("the store was closed")
 
+    def wait_written(self) -> None:
+        """Block until no write is pending.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        self.check()
+        while writes := self._order.pending(writes=True):
+            for transfer in writes:
+                transfer.complete(None)
+        self.check()
+
     def stats(self) -> tuple[DirectoryStats, ...]:
         """Return what was given to the drives, by directory."""
         with self._order.lock:
