@@ -104,10 +104,15 @@ def test_a_thread_beside_a_forward(tmp_path: Path) -> None:
         done.wait(60)
 
     hook = model[0].register_forward_hook(wait)
-    thread = threading.Thread(target=lambda: model(torch.ones(2, 8)), name="the-other", daemon=True)
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(
+        target=lambda: made.append(model(torch.ones(2, 8))), name="the-other", daemon=True
+    )
     thread.start()
     assert inside.wait(60)
     hook.remove()
+    waits = threading.Thread(target=optimizer.zero_grad, daemon=True)  # and ends nothing of the other's
+    waits.start()
     for call in (lambda: model(torch.ones(2, 8)), lambda: model[1](torch.ones(2, 8)), model[1].weight.sum):
         begin = time.monotonic()
         with pytest.raises(ThreadError, match="the-other"):
@@ -117,8 +122,10 @@ def test_a_thread_beside_a_forward(tmp_path: Path) -> None:
     with pytest.raises(ThreadError, match="the-other"):
         optimizer.state_dict()
     done.set()
-    thread.join(60)
-    model(torch.ones(2, 8))
+    for each in (thread, waits):
+        each.join(60)
+        assert not each.is_alive()
+    assert torch.equal(model(torch.ones(2, 8)), made[0])
     infinity.close(optimizer)
 
 
