@@ -127,13 +127,6 @@ class Commits:
         if handlers.state.runs or not self._lock.acquire(timeout=self._limit):
             self._take(True)  # says why not
 
-    def __exit__(self, *_: object) -> None:
-        if self._lasting:
-            self._pass_on()
-        self._lock.release()
-        if handlers.deferred:
-            handlers.run_deferred()
-
     def run(self, call: Callable[[], _R], *, beside: bool = False) -> _R:
         """Return what `call` returns, as a commit, without grad mode. `beside`: also while another thread is
         in a forward, a backward or a block.
@@ -198,12 +191,14 @@ class Commits:
                     self._lock._acquire_restore(taken)
                     handlers.state.waits = handlers.state.waits and not main
 
-    def _give_back(self) -> None:
+    def _give_back(self, *_: object) -> None:
         if self._lasting:
             self._pass_on()
         self._lock.release()
         if handlers.deferred:
             handlers.run_deferred()
+
+    __exit__ = _give_back
 
     # -- the holder -------------------------------------------------------------------------
 

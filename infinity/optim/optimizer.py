@@ -243,8 +243,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"a step whose gradients or parameters have changed behind its update ({wrong.found})"
             )
             raise wrong
+        self.grad_norm = self._norm(self.behind.params)  # the last that waits: an interrupt ends it before
         self._gradients.stepped()
-        self.grad_norm = self._norm(self.behind.params)
         self.behind.forget()
         self._steps += 1
 
