@@ -15,7 +15,7 @@ from .param import ShardedParam
 
 
 class UnitMemory:
-    """The gathered storage of one unit.
+    """The gathered storage of one unit, and `flat`, all of its bytes.
 
     Args:
         kept_apart: this rank's shard is placed on the device, in memory of its own: the whole is there only
@@ -37,12 +37,14 @@ class UnitMemory:
         self.in_place = in_place
         self._memory = device.memory(layout.gathered_nbytes)
         self.storage = self._memory.storage
+        self.flat = self.view(0, layout.gathered_nbytes)
         self._shard = device.zeros(layout.shard_nbytes) if kept_apart else None
         begins = itertools.accumulate((c.copy_nbytes for c in layout.chunks), initial=0)
         self._begins = {c.id: begin for c, begin in zip(layout.chunks, begins, strict=False)}  # in the shard
         places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
         self._starts = [at for at, _ in places]
         self._order = [i for _, i in places]
+        self.first = {at: self.params[i] for at, i in places}  # the parameters by their first byte
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
@@ -74,8 +76,7 @@ class UnitMemory:
 
     def here(self) -> dict[int, torch.Tensor]:
         """Return the copies that are placed on the device, as bytes, by chunk id."""
-        chunks = self.layout.chunks if self._shard is not None or self.in_place else ()
-        return {chunk.id: self.chunk_view(chunk).view(torch.uint8) for chunk in chunks}
+        return {chunk.id: self.chunk_view(chunk).view(torch.uint8) for chunk in self.layout.chunks}
 
     def values(self, sharded: ShardedParam) -> torch.Tensor:
         """Return the flat values of one of the unit's parameters, in the storage."""
