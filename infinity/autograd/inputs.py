@@ -22,9 +22,10 @@ from .containers import tensors_in
 def watch(args: Any, kwargs: Any, end: Callable[[torch.Tensor], None]) -> None:
     """Register `end`, which a backward calls when the node of one of the inputs is about to run."""
     seen: set[int] = set()
-    for tensor in tensors_in((args, kwargs), objects=False):
-        # What a scope does to a view in place gives its base a new node, and may leave the view's out.
-        for watched in (tensor, tensor._base):
-            if watched is not None and watched.grad_fn is not None and id(watched) not in seen:
-                seen.add(id(watched))
-                watched.register_hook(end)
+    for value in (*args, *kwargs.values()):
+        for tensor in (value,) if type(value) is torch.Tensor else tensors_in(value, objects=False):
+            # What a scope does to a view in place gives its base a new node, and may leave the view's out.
+            for watched in (tensor, tensor._base):
+                if watched is not None and watched.grad_fn is not None and id(watched) not in seen:
+                    seen.add(id(watched))
+                    watched.register_hook(end)

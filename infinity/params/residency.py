@@ -29,6 +29,7 @@ class Residency:
 
     Attributes:
         wanted: the units that are used outside of their scope, since a scope began or ended.
+        has_two_versions: whether there ever are two: [Note: two versions].
         hits: units that were loaded, or being loaded, when they were needed.
         missed: units that were needed before their load had begun.
     """
@@ -59,7 +60,7 @@ class Residency:
         self._operator = Use(UseKind.OPERATOR)
         self._device = device
         self._staged = device.staged
-        self._two = publisher.has_two_versions
+        self.has_two_versions = publisher.has_two_versions
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
@@ -68,11 +69,6 @@ class Residency:
         for unit in units:
             for sharded in unit.params if unit.on_device else ():
                 sharded.on_wait = functools.partial(self.resume, unit)
-
-    @property
-    def has_two_versions(self) -> bool:
-        """Whether there ever are two: [Note: two versions]."""
-        return self._two
 
     def held(self) -> list[ParamUnit]:
         """Return the held units, of those that are not in use and not being written."""
@@ -99,7 +95,7 @@ class Residency:
             GradientError: the last backward of a step has updated one of them, and `step()` has not run.
         """
         units, cache = self.units, self.cache
-        newest = newest and self._two
+        newest = newest and self.has_two_versions
         if self._updates.used:
             for index in indices:
                 self._updates.check_use(index, units[index].layout.name)
@@ -149,25 +145,18 @@ class Residency:
         self.cache.begin_late(unit)
         self.cache.wait_for(unit, unit.wait_loaded)
 
+    @commit
     def gather_all(self) -> None:
         """In stage 1, gather the units that this rank did not need."""
-        if self._in_order:
-            self._gather_rest()
-
-    @commit
-    def _gather_rest(self) -> None:
         self._gather_first(len(self.units))
 
+    @commit
     def use_all(self) -> None:
         """In stage 1, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
-            self._use_all()
-
-    @commit
-    def _use_all(self) -> None:
-        everything, once = range(len(self.units)), Use(UseKind.ONCE)
-        self.acquire(everything, once, newest=False, note=False)
-        self.release(once)
+            everything, once = range(len(self.units)), Use(UseKind.ONCE)
+            self.acquire(everything, once, newest=False, note=False)
+            self.release(once)
 
     def _gather_first(self, count: int) -> None:
         while self._in_order and (unit := self.cache.lowest_ungathered(count)) is not None:
@@ -312,8 +301,9 @@ class Residency:
     def expect_updates(self, indices: Iterable[int]) -> None:
         """Make every read of the values of units on the device wait for the posted update."""
         for index in indices:
-            if self.units[index].on_device:
-                self.units[index].expect(functools.partial(self._wait_updated, index))
+            unit = self.units[index]
+            if unit.on_device:
+                unit.expect(functools.partial(self._wait_updated, index))
 
     def resume(self, unit: ParamUnit) -> None:
         """Wait for the values of a unit on the device, then let them be used. Any thread may, also beside a
@@ -362,7 +352,7 @@ class Residency:
     def publish(self) -> list[ShardedParam]:
         """Make forward and backward use the newest compute parameters from now on. No update may be running.
         Return the parameters that changed."""
-        if not self._two:
+        if not self.has_two_versions:
             return []
         changed = [u for u in self.cache.forward_order() if self._publisher.is_newer(u)]
         if not changed:
@@ -377,15 +367,11 @@ class Residency:
             unit.newest = False
         return [p for u in changed for p in u.params]
 
+    @commit
     def show(self, *, newest: bool) -> None:
         """Make the units that are placed on the device, and not in use, show one version: the engine does not
         see a read of such a unit by a graph or a user's function, and no claim comes before it."""
-        if self.has_two_versions:
-            self._show(newest)
-
-    @commit
-    def _show(self, newest: bool) -> None:
-        for unit in self.units:
+        for unit in self.units if self.has_two_versions else ():
             if unit.on_device and not unit.in_use:
                 self._change_version(unit, None, newest)
 

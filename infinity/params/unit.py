@@ -126,6 +126,7 @@ class ParamUnit(UnitMemory):
         self.last_load: Load | None = None
         self._read: Event | None = None  # when the copies of the load before were done
         self._loader: Loader | None = None
+        self._flat = torch.empty(0)  # all of the storage, from `bind` on
         self._late: Mapping[int, Slot] | None = None  # the slots of a load that has no memory yet
         self._gather = Gather(layout.name, comm, device)
         self._warned = False
@@ -142,6 +143,7 @@ class ParamUnit(UnitMemory):
         """Make the parameters views of the storage, and note how many own that from now on."""
         if self.state is UnitState.SHARDED:
             self._memory.fill()  # once: `set_` would give an empty storage memory for each parameter
+        self._flat = self.view(0, self.layout.gathered_nbytes)
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
             sharded.bind(self.storage, offset)
             if not self.on_device:
@@ -280,7 +282,7 @@ class ParamUnit(UnitMemory):
         self._memory.fill()
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
         here = self.here() if self.placed else {}
-        load = Load(self.flat, self.layout.chunks, slots, after, here)
+        load = Load(self._flat, self.layout.chunks, slots, after, here)
         loader.start(load, urgent=urgent)
         self.last_load = load
         self.kept = False

@@ -15,7 +15,7 @@ from .param import ShardedParam
 
 
 class UnitMemory:
-    """The gathered storage of one unit, and `flat`, all of its bytes.
+    """The gathered storage of one unit.
 
     Args:
         kept_apart: this rank's shard is placed on the device, in memory of its own: the whole is there only
@@ -37,7 +37,6 @@ class UnitMemory:
         self.in_place = in_place
         self._memory = device.memory(layout.gathered_nbytes)
         self.storage = self._memory.storage
-        self.flat = self.view(0, layout.gathered_nbytes)
         self._shard = device.zeros(layout.shard_nbytes) if kept_apart else None
         begins = itertools.accumulate((c.copy_nbytes for c in layout.chunks), initial=0)
         self._begins = {c.id: begin for c, begin in zip(layout.chunks, begins, strict=False)}  # in the shard
