@@ -45,6 +45,7 @@ with lagging_ranks():
 """
 
 
+@pytest.mark.integration
 def test_gradients_are_added_to_on_another_stream(tmp_path: Path) -> None:
     config = {"device": "cpu", "dtype": "fp32", "nvme": str(tmp_path), "zero_stage": 2, "threads": 1}
     config |= {"device_memory": "64MiB", "host_memory": "64MiB", "parameters": "device"}
@@ -99,7 +100,7 @@ with lagging_ranks() as here:
 """
 
 
-@pytest.mark.first
+@pytest.mark.integration
 @pytest.mark.parametrize("stage", [3, 1])
 def test_who_makes_a_collective_does_not_wait_for_its_end(stage: int, tmp_path: Path) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""
