@@ -198,8 +198,10 @@ class ShardedGrad(_Shown):
     number: int
 
     @staticmethod
-    def __new__(cls, sharded: ShardedParam, source: GradientSource, factor: float = 1.0) -> ShardedGrad:
-        """Make the wrapper for a new gradient of `sharded`, which `source` is about to get."""
+    def __new__(
+        cls, sharded: ShardedParam, source: GradientSource, number: int, factor: float = 1.0
+    ) -> ShardedGrad:
+        """Make the wrapper for a new gradient of `sharded`, which `source` has given this `number`."""
         grad = torch.Tensor._make_wrapper_subclass(
             cls,
             sharded.spec.shape,
@@ -209,7 +211,7 @@ class ShardedGrad(_Shown):
         grad.sharded = sharded
         grad.source = source
         grad.factor = factor
-        grad.number = source.begin(sharded)
+        grad.number = number
         return grad
 
     def scale_by(self, factor: float) -> None:
@@ -347,7 +349,7 @@ def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     # tensor, and the one before it is gone. Nobody else gets one.
     if not _accumulates() or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
         return NotImplemented
-    made = ShardedGrad(grad.sharded, grad.source, grad.factor)
+    made = ShardedGrad(grad.sharded, grad.source, grad.source.begin(grad.sharded), grad.factor)
     made.has_graph = grad.has_graph
     return made
 
