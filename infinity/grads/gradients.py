@@ -206,9 +206,8 @@ class Gradients:
             )
 
     @commit
-    def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
-        """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
-        scale = self.scale if scaled else 1.0
+    def add(self, grad: ShardedGrad, other: torch.Tensor) -> None:
+        """Add to a gradient what autograd has made, which is multiplied by the loss scale."""
         sharded, index = grad.sharded, grad.sharded.index
         buffer = self._buffer_for(sharded)
         waiting = buffer.arrivals.get(index)
@@ -218,8 +217,8 @@ class Gradients:
         self._make_room(sharded.unit, buffer.needs(index))
         buffer.put(index, other, shared=True)
         # What is added to zero replaces it, and is rounded so, whatever else is in its chunk.
-        buffer.arrivals[index] = Arrival(waiting is not None or grad.is_zero, grad.factor * scale)
-        grad.factor, grad.is_zero = 1.0 / scale, False
+        buffer.arrivals[index] = Arrival(waiting is not None or grad.is_zero, grad.factor * self.scale)
+        grad.factor, grad.is_zero = 1.0 / self.scale, False
 
     def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
         """Return the buffer that a parameter's gradient is put into."""

@@ -94,19 +94,18 @@ class RankGradients(Gradients):
         return found
 
     @commit
-    def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
-        """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
+    def add(self, grad: ShardedGrad, other: torch.Tensor) -> None:
+        """Add to a gradient what autograd has made, which is multiplied by the loss scale."""
         buffer, index = self._buffer_for(grad.sharded), grad.sharded.index
         waiting = buffer.arrivals.get(index)
         if waiting is None or waiting.zero:
-            super().add(grad, other, scaled=scaled)
+            super().add(grad, other)
             return
         # It is reduced with the rest of the unit, on all ranks at once.
-        scale = self.scale if scaled else 1.0
-        if (factor := grad.factor * scale) != 1.0:
+        if (factor := grad.factor * self.scale) != 1.0:
             buffer.scale(index, factor)
             buffer.arrivals[index] = waiting._replace(factor=waiting.factor * factor)
-            grad.factor = 1.0 / scale
+            grad.factor = 1.0 / self.scale
         buffer.add(index, other)
 
     def read(self, grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
