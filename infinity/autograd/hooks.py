@@ -189,11 +189,10 @@ class Hooks:
 
     def _gradient_arrives(self, sharded: ShardedParam) -> None:
         with self._phases.commits:
-            self._gradients.arrived(sharded)
+            is_complete = self._gradients.arrived(sharded)
             self._phases.came(sharded)
-            unit = self._residency.units[sharded.unit]
-            if self._gradients.complete(unit):
-                self._gradients.reduce(unit)
+            if is_complete:
+                self._gradients.reduce(self._residency.units[sharded.unit])
 
     # -- what is used elsewhere -------------------------------------------------------------
 
