@@ -83,7 +83,6 @@ class ChunkIO:
         self._transfers: list[Transfer | Reads] = []
         self._arriving: list[Event] = []
         self._event: Event | None = None  # of the copy to the device
-        self.changed = False  # whether an update has begun to change the state
         self._begun = False
         self._delayed = False
         self._made: torch.Tensor | None = None  # a copy in the lease, for the device
@@ -148,11 +147,6 @@ class ChunkIO:
             target = lease.tensor(torch.uint8, self._offset("gradient"), nbytes)
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id))
-
-    @property
-    def is_here(self) -> bool:
-        """Whether `wait` would not."""
-        return all(t.done for t in self._transfers) and all(e.done() for e in self._arriving)
 
     def wait(self) -> None:
         """Block until what was read is here, checked."""
@@ -377,12 +371,3 @@ def _open(tiers: Tiers, chunk: Chunk, take: Callable[[int], Lease | None]) -> Ch
     if nbytes := ceil_to(tiers.lease_nbytes(chunk), 4096):
         io.lease = take(nbytes)
     return None if nbytes and io.lease is None else io
-
-
-def abandon(close: Callable[[], None]) -> None:
-    """Make a call that closes the I/O of a chunk after an error, which is on its way to the user: what fails
-    now comes of that, and the store keeps the rest."""
-    try:
-        close()
-    except Exception:
-        return

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from infinity.storage.pipeline import abandon
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
-from .chunk_io import ChunkIO, abandon
+from .chunk_io import ChunkIO
 
 
 class LeavingChunk:
