@@ -24,6 +24,8 @@ from infinity.planning.parts import ChunkParts, Moment
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Reads, Slot, Store, Transfer, Version
 
+from .pieces import put_together
+
 
 class Tiers:
     """Where the parts of chunks are: the store, and tensors for what is placed on the device."""
@@ -84,34 +86,34 @@ class ChunkIO:
         self._arriving: list[Event] = []
         self._event: Event | None = None  # of the copy to the device
         self._begun = False
-        self._delayed = False
+        #: The version of the copy that is read and written.
+        self.version = Version.NEWEST
         self._made: torch.Tensor | None = None  # a copy in the lease, for the device
         self._joined: torch.Tensor | None = None  # a split master, whole
         self._priority = Priority.NORMAL
         self._gradient: Slot | Version = Version.FRONT
 
-    def read_state(self, *, early: bool = False, copy: bool = False) -> None:
+    def read_state(self, *, early: bool = False, state: bool = True, copy: bool = False) -> None:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or a half of it,
         or when asked for. `early`: nobody waits for it yet."""
         priority = Priority.BACKGROUND if early else self._priority
         plan, store, lease = self._plan, self._tiers.store, self.lease
         if self._begun or lease is None:
             return
-        assert plan.place is None, "a copy that is read in place is never worked on"
         self._begun = True
-        names = ["state"] if plan.state_tier is Tier.NVME else []
+        names = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
         if plan.copy_tier is Tier.NVME and (copy or plan.begins_with_copy):
-            names.append("copy")
-        for name in names:
+            names["copy"] = Version.NEWEST if self._delayed else self.version
+        for name, version in names.items():
             offset = self._offset(name)
             self._transfers.append(
-                store.read(self.chunk.id, name, lease, offset, version=Version.NEWEST, priority=priority)
+                store.read(self.chunk.id, name, lease, offset, version=version, priority=priority)
             )
 
     def delay(self) -> None:
         """Make `copy` and `write` use the back, which is not in use: [Note: two versions]. It must not be
         newer than the front."""
-        self._delayed = True
+        self.version = Version.BACK
         self._priority = Priority.BACKGROUND  # forward and backward wait for their reads, not for these
 
     def read(
@@ -119,13 +121,14 @@ class ChunkIO:
         *,
         gradient: torch.dtype | None = None,
         version: Slot | Version = Version.FRONT,
+        state: bool = True,
         copy: bool = False,
         changes: bool = False,
     ) -> None:
         """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `version`
         says which. `changes`: an update is going to change the master, and begins with a half of it that is
         on a device of its own."""
-        self.read_state(copy=copy)
+        self.read_state(state=state, copy=copy)
         self._gradient = version
         lease = self.lease
         if changes and self._plan.is_split and self._plan.copy_tier is Tier.DEVICE and lease is not None:
@@ -161,7 +164,7 @@ class ChunkIO:
         """Block until no copy to the device reads the copy where it lies: it is about to change."""
         if self._delayed:
             self._tiers.publisher.wait_published(self.chunk.id)
-        if self._tiers.store.tier(self.chunk.id, "copy", self.copy_version) is Tier.HOST:
+        if self._tiers.store.tier(self.chunk.id, "copy", self.version) is Tier.HOST:
             self._tiers.units[self.chunk.unit].wait_read()
 
     def copy_master(self) -> None:
@@ -184,19 +187,20 @@ class ChunkIO:
         return self.lease.tensor(dtype, self._offset(part), numel)
 
     @property
-    def copy_version(self) -> Version:
-        """The version that `copy` and `write` mean."""
-        return Version.BACK if self._delayed else Version.NEWEST
+    def _delayed(self) -> bool:
+        return self.version is Version.BACK
 
     @property
     def copy(self) -> torch.Tensor:
         """The copy in the compute dtype: its values, after they were read if it is on NVMe."""
         chunk, store = self.chunk, self._tiers.store
-        tier = store.tier(chunk.id, "copy", self.copy_version)
+        tier = store.tier(chunk.id, "copy", self.version)
         if tier is Tier.HOST:
-            return store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=self.copy_version)
+            return store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=self.version)
         if tier is Tier.DEVICE:
             return self._device_copy
+        if self._plan.place is not None and self.lease is not None:
+            return put_together(chunk, self._plan.place, self.lease)
         leased = self._leased("copy", chunk.dtype, chunk.numel)
         assert leased is not None
         return leased
@@ -321,7 +325,7 @@ class ChunkIO:
         if lease is not None:
             parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
             if copy and plan.copy_tier is Tier.NVME:
-                parts["copy"] = self.copy_version
+                parts["copy"] = self.version
             for name, version in parts.items():
                 offset = self._offset(name)
                 self._transfers.append(

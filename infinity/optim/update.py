@@ -398,9 +398,9 @@ class Updater:
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:
         """A chunk's copy is where it belongs, or on its way to a device."""
         load, lease = self._tiers.units[chunk.unit].last_load, io.copy_lease
-        if io.copy_version is not Version.BACK and load is not None and lease is not None:
+        if io.version is not Version.BACK and load is not None and lease is not None:
             self._loader.supply(load, chunk, *lease)
-        self._tiers.store.versions.made(chunk.id, "copy", io.copy_version, self._posted)
+        self._tiers.store.versions.made(chunk.id, "copy", io.version, self._posted)
         self._updates.finish(chunk, io.copied)
 
 
