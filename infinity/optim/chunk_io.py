@@ -50,19 +50,18 @@ class Tiers:
         self.pool = pool
         self.device = device
         self.gradients = gradients
-        self.on_device: dict[int, torch.Tensor] = {}
         self.sections: dict[int, tuple[torch.Tensor, ...]] = {}  # of states that are worked on where they lie
         #: Of split masters, the last copies of upper halves to the device.
         self.copied: dict[int, Event] = {}
         for index, plan in enumerate(plans):
             if plan.state_tier is Tier.DEVICE:
-                self.on_device[index] = device.zeros(plan.parts["state"].nbytes)
+                [slot] = store.versions.slots(index, "state")
+                store.place(index, "state", slot, device.zeros(plan.parts["state"].nbytes))
 
     def drop_memory(self) -> None:
         """Hold no memory any more: the engine is closed."""
         self.copied.clear()
         self.sections.clear()
-        self.on_device.clear()
 
     def lease_nbytes(self, chunk: Chunk) -> int:
         """Return the bytes of pool that the I/O of `chunk` takes."""
@@ -145,9 +144,8 @@ class ChunkIO:
                 store.read(self.chunk.id, "gradient", lease, offset, version=version, priority=self._priority)
             )
         else:
-            device, nbytes = self._tiers.device, self.chunk.numel * gradient.itemsize
-            source = self._tiers.gradients.chunks.on_device(self.chunk, version)[:nbytes]
-            target = lease.tensor(torch.uint8, self._offset("gradient"), nbytes)
+            device, source = self._tiers.device, self._gradient_here(gradient)
+            target = lease.tensor(gradient, self._offset("gradient"), self.chunk.numel)
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id))
 
@@ -223,8 +221,7 @@ class ChunkIO:
         if flat is not None:
             return self._cut(flat)
         if chunk.id not in tiers.sections:
-            on_host = plan.state_tier is Tier.HOST
-            flat = tiers.store.view(chunk.id, "state") if on_host else tiers.on_device[chunk.id]
+            flat = tiers.store.view(chunk.id, "state")
             with torch.inference_mode(False):
                 tiers.sections[chunk.id] = self._cut(flat)
         return tiers.sections[chunk.id]
@@ -301,17 +298,14 @@ class ChunkIO:
 
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
-        gradients, plan, chunk = self._tiers.gradients, self._plan, self.chunk
-        kind = dtype or chunk.dtype
-        grad = self._leased("gradient", kind, chunk.numel)
+        kind = dtype or self.chunk.dtype
+        grad = self._leased("gradient", kind, self.chunk.numel)
         if grad is None:
-            if plan.gradient_tier is Tier.HOST:
-                store, version = self._tiers.store, self._gradient
-                grad = store.view(chunk.id, "gradient", kind, numel=chunk.numel, version=version)
-            else:
-                flat = gradients.chunks.on_device(chunk, self._gradient)
-                grad = flat[: chunk.numel * kind.itemsize].view(kind)
+            grad = self._gradient_here(kind)
         return grad if dtype is not None else grad.zero_()
+
+    def _gradient_here(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._tiers.gradients.chunks.view(self.chunk, dtype, self._gradient)
 
     def made(self, version: Version, generation: int) -> None:
         """Record that a version of the compute parameters was written, in place of an update."""

@@ -28,6 +28,7 @@ def pipeline(
     read: Callable[[_Item, _IO], None] = lambda _item, _io: None,
     *,
     closing: deque[_IO] | None = None,
+    keep: bool = False,
     most: int = 1 << 30,
 ) -> Generator[tuple[_Item, _IO]]:
     """Yield each item with what is open for it. The caller waits for its reads, works, and begins its writes;
@@ -40,7 +41,8 @@ def pipeline(
         open_: returns the memory of an item; None: there is none now. Its argument: wait for it; nothing is
             open then, so that nothing of this loop could come home. Or it raises.
         read: starts the reads of an item that was opened.
-        closing: what was worked on, oldest first; None: a deque of its own. It is empty at the end.
+        closing: what was worked on, oldest first; None: a deque of its own. It is empty at the end, unless
+            that `keep`s what is left.
         most: items that are read ahead, or written behind.
     """
     opened: deque[tuple[_Item, _IO]] = deque()
@@ -49,7 +51,7 @@ def pipeline(
     try:
         while True:
             while closing and (closing[0].done() or len(closing) > most):
-                close_first(closing)
+                _close_first(closing)
             while len(opened) < most and (item := take(False) if item is None else item) is not None:
                 io = open_(item, not (opened or closing))
                 if io is None:
@@ -61,22 +63,27 @@ def pipeline(
                 now, io = opened.popleft()
                 closing.append(io)
                 yield now, io
-            elif closing:
-                close_first(closing)
+            elif closing and not (keep and item is None):
+                _close_first(closing)
             elif item is None and (item := take(True)) is None:
                 return
-    finally:
-        # Only after an error is anything left: one by one, because there may be no memory for a list.
-        while closing:
+    except BaseException:
+        while closing:  # one by one: there may be no memory for a list
             abandon(closing.popleft().close)
         while opened:
             abandon(opened.popleft()[1].close)
+        raise
 
 
-def close_first(closing: deque[_IO]) -> None:
-    """Close the first."""
+def _close_first(closing: deque[_IO]) -> None:
     closing[0].close()
     closing.popleft()  # not before: what has no memory for its end is given up with the rest
+
+
+def close_all(closing: deque[_IO]) -> None:
+    """Close what a pipeline has left, oldest first."""
+    while closing:
+        _close_first(closing)
 
 
 def abandon(close: Callable[[], None]) -> None:
