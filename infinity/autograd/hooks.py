@@ -251,11 +251,10 @@ class _GradientHooks:
         if hooks is None or sharded is None:
             return
         phases, gradients = hooks.phases, hooks.gradients
-        gradients.arrived(sharded)
+        is_complete = gradients.arrived(sharded)
         if torch._C._current_graph_task_id() not in phases.tasks:
             phases.begin_backward()
         if phases.behind is not None:
             phases.behind.came(sharded)
-        unit = hooks.residency.units[sharded.unit]
-        if gradients.complete(unit):
-            gradients.reduce(unit)
+        if is_complete:
+            gradients.reduce(hooks.residency.units[sharded.unit])
