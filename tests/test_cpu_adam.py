@@ -180,16 +180,18 @@ def test_sums_of_squares_of_pieces_are_those_of_each_alone(dtype: torch.dtype) -
     lengths = [1, 15, 16, 17, 64, 777, 4096, 30_000, NORM_BLOCK, NORM_BLOCK - 1, 0, 5, 33, 64]
     begins = np.cumsum([0, *(n + 3 for n in lengths[:-1])])
     pieces = np.ascontiguousarray(np.array([begins, lengths], dtype=np.int64).T[::-1])
+    checked = cpu_adam.Pieces(len(x), pieces)
     wanted = [adam_reference.sum_of_squares_reference(x[b : b + n]).sum() for b, n in pieces.tolist()]
-    assert (adam_reference.sum_of_squares_reference(x, pieces) == wanted).all()
+    assert (adam_reference.sum_of_squares_reference(x, checked) == wanted).all()
     for isa in ISAS:
         cpu_adam.set_isa(isa)
         for shift in (0, 1):
-            assert (cpu_adam.sum_of_squares(shifted(x, shift), pieces) == wanted).all(), isa
+            assert (cpu_adam.sum_of_squares(shifted(x, shift), checked) == wanted).all(), isa
     for wrong in ([[-1, 5]], [[0, -1]], [[0, NORM_BLOCK + 1]], [[3 * NORM_BLOCK - 4, 5]], [0, 5]):
-        for call in (cpu_adam.sum_of_squares, adam_reference.sum_of_squares_reference):
-            with pytest.raises(ParameterError, match="pieces"):
-                call(x, np.array(wrong, dtype=np.int64))
+        with pytest.raises(ParameterError, match="pieces"):
+            cpu_adam.Pieces(len(x), np.array(wrong, dtype=np.int64))
+    with pytest.raises(ParameterError, match="length"):
+        cpu_adam.sum_of_squares(x[1:], checked)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -145,8 +145,10 @@ def test_whatever_arrives_is_what_a_plain_model_has(
         for unit in engine_of(model).units:
             for chunk in unit.layout.trainable_chunks:
                 entry = gradients.chunks.entries[chunk.id]
-                with gradients.chunks.open(chunk) as work:
-                    pieces = np.array(chunk.norm_pieces, dtype=np.int64)[:, 1:].copy()
+                for _, work in gradients.chunks.opened([chunk]):
+                    work.wait()
+                    places = np.array(chunk.norm_pieces, dtype=np.int64)[:, 1:].copy()
+                    pieces = cpu_adam.Pieces(chunk.numel, places)
                     squares = cpu_adam.sum_of_squares(work.buffer(entry.dtype or chunk.dtype), pieces)
                 assert entry.dtype is None or (entry.squares == squares).all()
     infinity.close(optimizer)

@@ -62,7 +62,7 @@ def test_gradients_on_the_device_come_to_the_update_in_its_lease(
         optimizer.step()
         infinity.flush(model)
         wanted = {
-            engine.gradients.chunks.on_device(c).data_ptr()
+            engine.store.view(c.id, "gradient").data_ptr()
             for u in engine.units
             for c in u.layout.trainable_chunks
         }

@@ -60,7 +60,7 @@ with lagging_ranks() as here:
 """
 
 
-@pytest.mark.first
+@pytest.mark.integration
 @pytest.mark.parametrize("stage", [3, 1])
 def test_who_makes_a_collective_does_not_wait_for_its_end(stage: int, tmp_path: Path) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""

@@ -15,7 +15,7 @@ CAUGHT = [name for name, says in table().items() if not says.startswith(NOT_CAUG
 FEW = [
     "params/unit.py ParamUnit._begin_load: self._device.mark()",
     "storage/pinned.py _QuotaBuffers.take_returned: is_over(event)",
-    "grads/gradient_chunks.py GradientIO._wait: self._copied.wait()",
+    "grads/gradient_chunks.py GradientIO.wait: self._copied.wait()",
     "hardware/cuda_device.py CudaDevice.wait_on_device: torch.cuda.current_stream(…).wait_event(event.event)",
 ]
 

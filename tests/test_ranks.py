@@ -72,7 +72,7 @@ CASES: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
     "moe": (2, "nvme", "bf16", {}, {"model": "moe"}),
     "gpt2": (2, "host", "fp16", {}, {"model": "gpt2", "accumulate": 2}),
 }
-QUICK = ["gpt", "tied, recomputed, four ranks", "stage 1, declared"]
+QUICK = ["gpt", "stage 1, declared"]
 
 
 def slow(values: Any, chosen: Any) -> list[Any]:
@@ -369,7 +369,7 @@ for name, part in parts.items():
 """
 
 
-@pytest.mark.parametrize("stage", slow(range(4), [1, 3]))
+@pytest.mark.parametrize("stage", slow(range(4), [3]))
 def test_what_ranks_do_together(stage: int, tmp_path: Path) -> None:
     parts = {name: part for name, (stages, part) in TOGETHER.items() if stage in stages}
     if ranks.DEVICE == "lagging":

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from infinity.core.errors import StorageError
 from infinity.core.sizes import Tier, ceil_to
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import Latch
@@ -25,14 +24,16 @@ from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk, Segment
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
+from infinity.storage.pipeline import close_all, pipeline
 from infinity.storage.store import Reads, Slot, Store, Transfer, Version
 
-from .buffer import Arrival, UnitBuffer
+from .buffer import UnitBuffer
 
 
 @dataclass
 class Leaving:
     """A sealed buffer on its way, of which `chunks` go to their tier, `after` an event of the device.
+    `by_device`: the device works on some of them.
 
     `issued` opens when nothing needs the memory of the buffer but copies and other work of the device, which
     are over with `copied`. Who has seen to it that these come before whatever takes it next drops it.
@@ -41,25 +42,33 @@ class Leaving:
     buffer: UnitBuffer
     chunks: Sequence[Chunk]
     after: Event | None
+    by_device: bool
     issued: Latch = field(default_factory=Latch)
     copied: Event | None = None
+
+    def brings(self, chunk: Chunk) -> bool:
+        """Return whether anything but zeros arrives for a chunk."""
+        arrivals = self.buffer.arrivals
+        return any(s.param in arrivals and not arrivals[s.param].zero for s in chunk.segments)
 
 
 class ChunkGradient:
     """What is known of one chunk's gradient, which is in front. `dtype` None: its bytes mean nothing, and
     what the shards hold of it is zero. Elsewhere the bytes of a parameter that has no gradient mean nothing.
+
+    `by_device`: the device works on it, in memory of its own; else the CPU does.
     """
 
-    __slots__ = ("chunk", "dtype", "is_summed", "on_device", "pieces", "squares")
+    __slots__ = ("by_device", "chunk", "dtype", "is_summed", "pieces", "plan", "squares", "tier")
 
-    def __init__(self, chunk: Chunk) -> None:
-        self.chunk = chunk
+    def __init__(self, chunk: Chunk, plan: ChunkParts, device: Device) -> None:
+        self.chunk, self.plan, self.tier = chunk, plan, plan.gradient_tier
+        self.by_device = device.staged and self.tier is Tier.DEVICE
         self.dtype: torch.dtype | None = None
         places = [place for _, *place in chunk.norm_pieces]
-        self.pieces: cpu_adam.Pieces = np.array(places, dtype=np.int64).reshape(-1, 2)
+        self.pieces = cpu_adam.Pieces(chunk.numel, np.array(places, dtype=np.int64).reshape(-1, 2))
         self.squares = np.zeros(len(places))  # sums, one of each of `pieces`
         self.is_summed = True  # whether `squares` are those of its bytes
-        self.on_device: dict[Slot, torch.Tensor] = {}  # its bytes, where it is placed there
 
     def clear(self) -> None:
         """Forget its values."""
@@ -88,28 +97,38 @@ class ChunkGradients:
         *,
         comes_and_goes: bool = False,
     ) -> None:
-        self.plans = plans
         self.store = store
         self.device = device
         self.recorder = recorder
-        self.writes: deque[tuple[Transfer, Lease]] = deque()
+        self._writing: deque[GradientIO] = deque()  # what the worker has worked on, oldest first
         self.leaving: deque[Leaving] = deque()
         self._pool = pool
         self._updates = updates
         self._tasks: deque[tuple[int, Task]] = deque()  # unit, and what sends it
         self._last: dict[int, Task] = {}  # unit → what has sent it last
         self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
-        self.entries = {c.id: ChunkGradient(c) for unit in units for c in unit.layout.trainable_chunks}
-        for number, entry in self.entries.items():
-            if plans[number].gradient_tier is Tier.DEVICE and not comes_and_goes:
+        chunks = [chunk for unit in units for chunk in unit.layout.trainable_chunks]
+        self.entries = {chunk.id: ChunkGradient(chunk, plans[chunk.id], device) for chunk in chunks}
+        for entry in self.entries.values():
+            if entry.tier is Tier.DEVICE and not comes_and_goes:
                 self._place(entry)
         self._stream = HostStream("gradients", there=device.worker)
 
     def _place(self, entry: ChunkGradient) -> None:
-        nbytes = self.plans[entry.chunk.id].parts["gradient"].nbytes
-        slots = self.store.versions.slots(entry.chunk.id, "gradient")
+        number, nbytes = entry.chunk.id, entry.plan.parts["gradient"].nbytes
+        slots = self.store.versions.slots(number, "gradient")
         flat = self.device.zeros(nbytes * len(slots))
-        entry.on_device = dict(zip(slots, flat.split(nbytes), strict=True))
+        for slot, memory in zip(slots, flat.split(nbytes), strict=True):
+            self.store.place(number, "gradient", slot, memory)
+
+    def view(self, chunk: Chunk, dtype: torch.dtype, version: Version | Slot = Version.FRONT) -> torch.Tensor:
+        """Return a gradient that is on the host or the device, as elements of `dtype`."""
+        entry = self.entries[chunk.id]
+        if entry.tier is Tier.DEVICE:
+            slot = self.store.versions.slot(chunk.id, "gradient", version)
+            if not self.store.is_placed(chunk.id, "gradient", slot):
+                self._place(entry)
+        return self.store.view(chunk.id, "gradient", dtype, numel=chunk.numel, version=version)
 
     # -- the user's thread ------------------------------------------------------------------
 
@@ -125,7 +144,8 @@ class ChunkGradients:
         self.keep_clear(written)
         self.device.trim()
         self.device.wait_on_device(buffer.mark())
-        leaving = Leaving(buffer, written, self.device.mark())
+        by_device = any(self.entries[chunk.id].by_device for chunk in written)
+        leaving = Leaving(buffer, written, self.device.mark(), by_device)
         task = self._last[buffer.layout.index] = self._stream.submit(lambda: self._take(leaving))
         self.leaving.append(leaving)  # not before: a worker that is closed would never issue it
         self._tasks.append((buffer.layout.index, task))
@@ -194,7 +214,8 @@ class ChunkGradients:
 
         def work() -> Event | None:
             assert entry.dtype is not None
-            with self.open(entry.chunk) as io:
+            for _, io in self.opened([entry.chunk]):
+                io.wait()
                 target = io.buffer(entry.dtype)
                 call(target[segment.start : segment.start + segment.numel])
                 if writes:
@@ -210,7 +231,7 @@ class ChunkGradients:
 
     def finish_writes(self) -> None:
         """Wait until what was sent is on its tier."""
-        self._run(self._finish_writes, "nvme")
+        self._run(lambda: close_all(self._writing), "nvme")
 
     def _run(self, call: Callable[[], None], cause: str) -> None:
         task = self._stream.submit(call)
@@ -223,7 +244,7 @@ class ChunkGradients:
         it is needed. No update may read it."""
         for chunk in unit.layout.trainable_chunks:
             if self.entries[chunk.id].dtype is None:
-                self.entries[chunk.id].on_device.clear()
+                self.store.displace(chunk.id, "gradient")
 
     def close(self) -> None:
         """Finish and end the worker."""
@@ -234,34 +255,42 @@ class ChunkGradients:
     def _take(self, leaving: Leaving) -> Event | None:
         """Take a buffer's chunks to their tier; return an event of what the device has to do for that."""
         begin, buffer = now(), leaving.buffer
-        works: deque[GradientIO] = deque()
         try:
-            self._issue(leaving, works)
-            while works:
-                works.popleft().merge()
+            with contextlib.closing(self.opened(leaving.chunks, leaving)) as opened:
+                for _, io in opened:
+                    io.wait()
+                    io.merge()
         finally:
-            try:
-                for work in works:  # only after an error is anything left
-                    work.close()
-            finally:
-                self._let_go(leaving)
+            self._let_go(leaving)
         if (log := self.recorder.log) is not None:
             log.add("reduce", begin, now(), unit=buffer.layout.index, nbytes=buffer.nbytes)
-        return self.device.mark() if any(map(self.by_device, leaving.chunks)) else None
+        return self.device.mark() if leaving.by_device else None
 
-    def _issue(self, leaving: Leaving, works: deque[GradientIO]) -> None:
-        """Start what can be started: all chunks at once, as far as there are leases."""
-        left = True
-        for chunk in leaving.chunks:
-            while (work := self.take(chunk, leaving, alone=not works)) is None:
-                works.popleft().merge()
-            if work.ready:
-                work.merge()
-                continue
-            works.append(work)
-            left = left and work.has_left
-        if left:
-            self._let_go(leaving)
+    def opened(
+        self, chunks: Iterable[Chunk], leaving: Leaving | None = None
+    ) -> Generator[tuple[ChunkGradient, GradientIO]]:
+        """Yield the I/O of gradients, as far ahead as there are leases. What `leaving` has for them is on its
+        way then; None: nothing comes."""
+        left = iter(chunks)
+        needed = False  # whether what arrived is still read where it is
+
+        def take(_wait: bool) -> ChunkGradient | None:
+            if (chunk := next(left, None)) is not None:
+                return self.entries[chunk.id]
+            if leaving is not None and not needed:
+                self._let_go(leaving)
+            return None
+
+        def open_(entry: ChunkGradient, wait: bool) -> GradientIO | None:
+            io = GradientIO(self, entry, leaving)
+            return io if io.lease(self._pool, wait=wait) else None
+
+        def read(_entry: ChunkGradient, io: GradientIO) -> None:
+            nonlocal needed
+            io.read()
+            needed = needed or not io.has_left
+
+        return pipeline(take, open_, read, closing=self._writing, keep=True)
 
     def _let_go(self, leaving: Leaving) -> None:
         """Nothing needs the buffer any more but what the device has been given: copies, and work on chunks
@@ -269,7 +298,7 @@ class ChunkGradients:
         if leaving.issued.is_open:
             return
         try:
-            if any(map(self.by_device, leaving.chunks)):
+            if leaving.by_device:
                 self.device.wait_on_device(leaving.copied)
                 leaving.copied = self.device.mark()
         finally:
@@ -281,207 +310,129 @@ class ChunkGradients:
         entries, parts = [entry for entry in self.entries.values() if not entry.is_summed], []
         for entry in entries:
             assert entry.dtype is not None
-            nbytes = entry.chunk.numel * entry.dtype.itemsize
-            parts.append((self.on_device(entry.chunk)[:nbytes].view(entry.dtype), entry.pieces))
+            parts.append((self.view(entry.chunk, entry.dtype), entry.pieces))
         found = adam_reference.sums_of_squares_reference(parts)
         for entry, squares in zip(entries, found, strict=True):
             entry.squares[:] = squares
             entry.is_summed = True
 
-    def _finish_writes(self) -> None:
-        while self.writes:
-            self._finish_write()
-
-    def _finish_write(self) -> None:
-        """Wait for the oldest write."""
-        transfer, lease = self.writes.popleft()
-        try:
-            transfer.wait()
-        finally:
-            lease.release()
-
-    # -- one chunk --------------------------------------------------------------------------
-
-    def open(self, chunk: Chunk) -> GradientIO:
-        """Return the I/O of a chunk's gradient as it is; waits for a lease."""
-        work = self.take(chunk, None, alone=True)
-        assert work is not None
-        return work
-
-    def take(self, chunk: Chunk, leaving: Leaving | None, *, alone: bool) -> GradientIO | None:
-        """Return the I/O of a chunk that gets what `leaving` has for it, which is on its way then. All leases
-        that this takes are there, or None is returned; `alone`: no other I/O is open, so wait for them."""
-        plan, count = self.plans[chunk.id], self._needed(chunk, leaving)
-        leases = self._leases(count, plan) if alone else self._try_leases(count, plan)
-        if leases is None:
-            return None
-        try:
-            return GradientIO(self, chunk, leaving, leases)
-        except BaseException:  # a transfer before this one has failed
-            for lease in leases:
-                lease.release()
-            raise
-
-    def by_device(self, chunk: Chunk) -> bool:
-        """Return whether the device works on a chunk's gradient, in memory of its own; else the CPU does."""
-        return self.device.staged and self.plans[chunk.id].gradient_tier is Tier.DEVICE
-
-    def crosses(self, chunk: Chunk, arrivals: Mapping[int, Arrival]) -> bool:
-        """Return whether what arrives for a chunk is copied from the device."""
-        values = (s.param in arrivals and not arrivals[s.param].zero for s in chunk.segments)
-        return self.device.staged and not self.by_device(chunk) and any(values)
-
-    def _needed(self, chunk: Chunk, leaving: Leaving | None) -> int:
-        """Return how many leases the I/O of a chunk takes: one for its place where that is on NVMe, and one
-        for what comes from the device, unless that is the chunk's gradient as it is kept."""
-        count = int(self.plans[chunk.id].gradient_tier is Tier.NVME)
-        if leaving is None or not self.crosses(chunk, leaving.buffer.arrivals):
-            return count
-        there = self.entries[chunk.id].dtype is not None
-        return count + (there or leaving.buffer.chunk(chunk).dtype is not leaving.buffer.kept(chunk))
-
-    def on_device(self, chunk: Chunk, version: Version | Slot = Version.FRONT) -> torch.Tensor:
-        """Return the bytes of a gradient that is placed on the device."""
-        entry, slot = self.entries[chunk.id], self.store.versions.slot(chunk.id, "gradient", version)
-        if slot not in entry.on_device:
-            self._place(entry)
-        return entry.on_device[slot]
-
-    def _leases(self, count: int, plan: ChunkParts) -> list[Lease]:
-        while (leases := self._try_leases(count, plan)) is None:
-            if not self.writes:
-                return [self._pool.lease("gradient", plan.gradient_lease) for _ in range(count)]
-            self._finish_write()
-        return leases
-
-    def _try_leases(self, count: int, plan: ChunkParts) -> list[Lease] | None:
-        while self.writes and self.writes[0][0].done:
-            self._finish_write()
-        leases: list[Lease] = []
-        while len(leases) < count:
-            lease = self._pool.try_lease("gradient", plan.gradient_lease)
-            if lease is None:
-                for taken in leases:
-                    taken.release()
-                return None
-            leases.append(lease)
-        return leases
-
 
 class GradientIO:
-    """One chunk's gradient where the CPU (or the device) can work on it, until it is closed. What arrived for
-    it is there in a `with` block, and no work of the device from before still reads what it replaces."""
+    """One chunk's gradient where the CPU (or the device) can work on it: `lease`, `read`, `wait`, then work
+    and `store`, then `close`."""
 
-    def __init__(
-        self, owner: ChunkGradients, chunk: Chunk, leaving: Leaving | None, leases: list[Lease]
-    ) -> None:
-        self._owner = owner
-        self._chunk = chunk
-        self._entry = owner.entries[chunk.id]
-        self._leaving = leaving
-        self._leases = leases
+    def __init__(self, owner: ChunkGradients, entry: ChunkGradient, leaving: Leaving | None) -> None:
+        self._owner, self._entry, self._chunk, self._leaving = owner, entry, entry.chunk, leaving
         # Where it is: the slots flip when the next one comes.
-        self._slot = owner.store.versions.slot(chunk.id, "gradient")
-        self._tier = owner.plans[chunk.id].gradient_tier
+        self._slot = owner.store.versions.slot(entry.chunk.id, "gradient")
         self._source = leaving.buffer if leaving is not None else None
+        #: Whether what arrives is copied from the device.
+        on_cpu = not entry.by_device
+        self._crosses = owner.device.staged and on_cpu and leaving is not None and leaving.brings(self._chunk)
+        self._leases: list[Lease] = []
         self._crossed: torch.Tensor | None = None  # what arrived, in the second lease
-        self._reading: Transfer | Reads | None = None
+        self._transfer: Transfer | Reads | None = None
         self._copied: Event | None = None
-        if self._tier is Tier.NVME:
-            if self._entry.dtype is not None:
-                self._reading = owner.store.read(chunk.id, "gradient", leases[0], version=self._slot)
-            self._bytes = leases[0].tensor(torch.uint8, 0, owner.plans[chunk.id].gradient_lease)
-        elif self._tier is Tier.DEVICE:
-            owner.device.wait_on_device(leaving.after if leaving is not None else None)
-            self._bytes = owner.on_device(chunk, self._slot)
-        if leaving is not None and owner.crosses(chunk, leaving.buffer.arrivals):
-            self._cross(leaving)
 
-    def _cross(self, leaving: Leaving) -> None:
-        """Start copying what arrived, as it is: to its place, or where that holds something already, or is to
-        hold it rounded, into a lease."""
-        source, self._source = leaving.buffer.chunk(self._chunk), None
-        if len(self._leases) == (self._tier is Tier.NVME):
-            target = self.buffer(source.dtype)
-        else:
-            target = self._crossed = self._leases[-1].tensor(source.dtype, 0, self._chunk.numel)
-        device = self._owner.device
-        after = leaving.after if leaving.copied is None else None  # what follows comes after it, too
-        self._copied = leaving.copied = device.d2h(target, source, after, chunk=self._chunk.id)
+    def lease(self, pool: PinnedPool, *, wait: bool) -> bool:
+        """Get the leases that it takes: one for its place where that is on NVMe, and one for what comes from
+        the device, unless that is the gradient as it is kept. Return whether all of them are there, or none
+        is taken; `wait`: until they are."""
+        count = int(self._entry.tier is Tier.NVME)
+        if self._crosses and self._leaving is not None:
+            here, kept = self._leaving.buffer.chunk(self._chunk), self._leaving.buffer.kept(self._chunk)
+            count += self._entry.dtype is not None or here.dtype is not kept
+        call, nbytes = pool.lease if wait else pool.try_lease, self._entry.plan.gradient_lease
+        try:
+            while len(self._leases) < count and (lease := call("gradient", nbytes)) is not None:
+                self._leases.append(lease)
+        finally:
+            if len(self._leases) < count:
+                self._release()
+        return len(self._leases) == count
 
-    @property
-    def ready(self) -> bool:
-        """Whether nothing is on its way to it."""
-        return self._reading is None and self._copied is None
+    def read(self) -> None:
+        """Start what brings it here, and what arrived for it."""
+        owner, entry, chunk, leaving = self._owner, self._entry, self._chunk, self._leaving
+        if entry.tier is Tier.NVME and entry.dtype is not None:
+            self._transfer = owner.store.read(chunk.id, "gradient", self._leases[0], version=self._slot)
+        if leaving is None:
+            return
+        if entry.by_device:
+            owner.device.wait_on_device(leaving.after)
+        elif self._crosses:
+            # As it is: to its place, or where that holds something already, or is to hold it rounded, into a
+            # lease.
+            source, self._source = leaving.buffer.chunk(chunk), None
+            if len(self._leases) == (entry.tier is Tier.NVME):
+                target = self.buffer(source.dtype)
+            else:
+                target = self._crossed = self._leases[-1].tensor(source.dtype, 0, chunk.numel)
+            after = leaving.after if leaving.copied is None else None  # what follows comes after it, too
+            self._copied = leaving.copied = owner.device.d2h(target, source, after, chunk=chunk.id)
 
     @property
     def has_left(self) -> bool:
         """Whether what arrived has left the buffer, or is in a copy that has been issued."""
         return self._source is None
 
-    def _wait(self) -> None:
-        if self._reading is not None:
-            self._reading.wait()
-        if self._copied is not None:
-            self._copied.wait()
+    def wait(self) -> None:
+        """Block until what was started is complete."""
+        try:
+            if self._transfer is not None:
+                self._transfer.wait()
+        finally:
+            if self._copied is not None:
+                self._copied.wait()  # it writes into one of the leases
+        self._transfer = self._copied = None
+
+    def done(self) -> bool:
+        """Return whether `close` would not wait."""
+        return self._transfer is None or self._transfer.done
 
     def close(self) -> None:
-        """Give the leases back."""
+        """Give the leases back when its write is complete."""
         try:
-            if self._reading is not None:
-                with contextlib.suppress(StorageError):  # whoever waited for it was told
-                    self._reading.wait()
-            if self._copied is not None:
-                self._copied.wait()  # it writes into one of them
+            self.wait()
         finally:
-            for lease in self._leases:
-                lease.release()
+            self._release()
 
-    def __enter__(self) -> GradientIO:
-        try:
-            self._wait()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _release(self, left: int = 0) -> None:
+        while len(self._leases) > left:
+            self._leases.pop().release()
 
     def buffer(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the chunk's gradient as elements of `dtype`."""
-        chunk, store = self._chunk, self._owner.store
-        if self._tier is Tier.HOST:  # the store keeps such views
-            return store.view(chunk.id, "gradient", dtype, numel=chunk.numel, version=self._slot)
-        return self._bytes[: chunk.numel * dtype.itemsize].view(dtype)
+        if self._entry.tier is Tier.NVME:
+            return self._leases[0].tensor(dtype, 0, self._chunk.numel)
+        return self._owner.view(self._chunk, dtype, self._slot)
 
     def merge(self) -> None:
-        """Put what arrived in its place, and compute the squares; then close."""
+        """Put what arrived in its place, after `wait`, and compute the squares."""
         assert self._leaving is not None
         chunk, entry, buffer = self._chunk, self._entry, self._leaving.buffer
-        with self:
-            if entry.dtype is None:
-                entry.dtype = buffer.kept(chunk)
-                target = self.buffer(entry.dtype)
-                self._replace(target)
-            else:
-                here = [(s, buffer.arrivals[s.param]) for s in chunk.segments if s.param in buffer.arrivals]
-                # What is added to the compute dtype makes a sum in fp32.
-                if entry.dtype is not torch.float32 and any(buffer.is_wide or not a.fresh for _, a in here):
-                    self._widen()
-                target = self.buffer(entry.dtype)
-                for segment, arrival in here:
-                    part = target[segment.start : segment.start + segment.numel]
-                    if arrival.zero:
-                        part.zero_()
-                    elif arrival.fresh:
-                        # Rounded, as it would be where nothing was there.
-                        self._put(part, self._arrived(segment).to(buffer.kept(chunk)))
-                    else:
-                        if arrival.factor != 1.0:
-                            part.mul_(arrival.factor)
-                        self._add(part, self._arrived(segment))
-            self.store(target)
+        if entry.dtype is None:
+            entry.dtype = buffer.kept(chunk)
+            target = self.buffer(entry.dtype)
+            self._replace(target)
+        else:
+            here = [(s, buffer.arrivals[s.param]) for s in chunk.segments if s.param in buffer.arrivals]
+            # What is added to the compute dtype makes a sum in fp32.
+            if entry.dtype is not torch.float32 and any(buffer.is_wide or not a.fresh for _, a in here):
+                self._widen()
+            target = self.buffer(entry.dtype)
+            for segment, arrival in here:
+                part = target[segment.start : segment.start + segment.numel]
+                if arrival.zero:
+                    part.zero_()
+                elif arrival.fresh:
+                    # Rounded, as it would be where nothing was there.
+                    self._put(part, self._arrived(segment).to(buffer.kept(chunk)))
+                else:
+                    if arrival.factor != 1.0:
+                        part.mul_(arrival.factor)
+                    self._add(part, self._arrived(segment))
+        self.store(target)
 
     def _widen(self) -> None:
         """Turn the compute dtype into fp32, in place: the later half of what is left, whose place in fp32 is
@@ -519,18 +470,18 @@ class GradientIO:
 
     def _put(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Write `source` over `part`."""
-        if self._owner.by_device(self._chunk):
+        if self._entry.by_device:
             part.copy_(source)
             return
         begin = now()
         cpu_adam.convert(part, source)
         log = self._owner.recorder.log
-        if log is not None and self._copied is None:  # this is what d2h is where nothing crosses
+        if log is not None and not self._crosses:  # this is what d2h is where nothing crosses
             log.add("d2h", begin, now(), chunk=self._chunk.id, nbytes=source.nbytes)
 
     def _add(self, part: torch.Tensor, source: torch.Tensor) -> None:
         """Add `source` to `part` (fp32)."""
-        if self._owner.by_device(self._chunk):
+        if self._entry.by_device:
             part.add_(source.float())
         else:
             cpu_adam.accumulate(part, source)
@@ -538,12 +489,14 @@ class GradientIO:
     def store(self, target: torch.Tensor) -> None:
         """Sum the squares, or have them summed when somebody asks, and send the chunk to its tier."""
         owner, entry, chunk = self._owner, self._entry, self._chunk
-        entry.is_summed = not owner.by_device(chunk)
+        entry.is_summed = not entry.by_device
         if entry.is_summed:
             entry.squares[:] = cpu_adam.sum_of_squares(target, entry.pieces)
-        if self._tier is Tier.NVME:
+        if entry.tier is Tier.NVME:
             nbytes = ceil_to(target.nbytes, 4096)
-            transfer = owner.store.write(
+            self._transfer = owner.store.write(
                 chunk.id, "gradient", self._leases[0], nbytes=nbytes, version=self._slot
             )
-            owner.writes.append((transfer, self._leases.pop(0)))
+            self._release(1)
+        else:
+            self._release()

@@ -31,7 +31,6 @@ from .cpu_adam import (
     _check,
     _check_disjoint,
     _derive,
-    _pieces,
     _rule_of,
     _state,
     _wrong,
@@ -66,7 +65,7 @@ def reference_segments(
         if tensor.device != master.device:
             raise _wrong(f"{name} is on another device", master.device, tensor.device, "move it there")
     _check_disjoint(named)
-    if (rule := _rule_of(segments, moments)) is None:
+    if (rule := _rule_of(segments, *codes_and_scales(moments))) is None:
         return
     form = moments[0].dtype if moments else torch.float32
     runs: list[_Run] = []  # neighbours with equal scalars are one, where nothing else counts
@@ -390,7 +389,7 @@ def _sums_of_squares(
     tensors = [tensor for tensor, _ in parts]
     for tensor in tensors:
         _check("tensor", tensor, tuple(_CODES))
-    each = [_pieces(tensor.numel(), pieces) for tensor, pieces in parts]
+    each = [(pieces or Pieces(tensor.numel())).places for tensor, pieces in parts]
     counts = [len(pieces) for pieces in each]
     found = np.empty(sum(counts))
     if len(found):
@@ -423,7 +422,7 @@ _FEW_AT_ONCE: Final = 24 * NORM_BLOCK
 def _trees(
     tensors: Sequence[torch.Tensor],
     owners: npt.NDArray[np.int64],
-    places: Pieces,
+    places: npt.NDArray[np.int64],
     heights: npt.NDArray[np.int64],
 ) -> torch.Tensor:
     """Return the sum of squares of each piece: [Note: the halving tree]. `owners`: whose pieces they are, of
@@ -451,7 +450,7 @@ def _trees(
 def _padded(
     tensors: Sequence[torch.Tensor],
     owners: npt.NDArray[np.int64],
-    places: Pieces,
+    places: npt.NDArray[np.int64],
     size: int,
     zeros: torch.Tensor,
 ) -> torch.Tensor:

@@ -7,11 +7,13 @@ of memory raises an error before the kernel writes a byte. The kernel runs witho
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import operator
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -39,7 +41,10 @@ ISAS: Final = ("scalar", "avx2", "avx512", "neon", "sve256", "sve512")
 Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float, float, bool]
 _CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE: Final = 3
+_MASTERS: Final = (torch.float32, torch.int16)
 _MOMENT_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 4}
+_DTYPE: Final = operator.attrgetter("dtype")
+_OPTIONS: Final = operator.attrgetter("options")
 _PACKED: Final = struct.Struct("<qqqqddddddI??2x")  # struct Segment in adam.h
 
 
@@ -198,48 +203,66 @@ def update_segments(
             is outside the chunk or out of order; segments of several rules; moments that are not those of the
             rule.
     """
-    named = _state(master, moments, grad, out)
-    for name, tensor in named:
-        if not tensor.is_cpu:
-            raise _wrong(f"{name} is not on the CPU", "cpu", tensor.device, "use reference_segments there")
-    _check_disjoint(named)
-    if (rule := _rule_of(segments, moments)) is None:
-        return
-    codes, scales = codes_and_scales(moments)
-    first, second, first_scales, second_scales = (
-        of[i].data_ptr() if i < len(of) else 0 for of in (codes, scales) for i in range(2)
+    kept, scales = codes_and_scales(moments)
+    form = kept[0].dtype if kept else torch.float32
+    numel = master.numel() if isinstance(master, torch.Tensor) else -1
+    checks: list[_Check] = [(master, _MASTERS, numel), (grad, _CODES, numel)]
+    checks += zip(kept, itertools.repeat((form,)), itertools.repeat(numel), strict=False)
+    checks += zip(
+        scales, itertools.repeat(_MASTERS[:1]), itertools.repeat(-(-numel // MOMENT_BLOCK)), strict=False
     )
+    if out is not None:
+        checks.append((out, _CODES, numel))
+    whole = len(scales) == len(kept) * (form is torch.uint8) and form in _MOMENT_CODES
+    split = numel >= 0 and master.dtype is torch.int16
+    if not (whole and _fit(checks) and (not split or (out is not None and out.dtype is torch.bfloat16))):
+        named = _state(master, moments, grad, out)
+        for name, tensor in named:
+            if not tensor.is_cpu:
+                raise _wrong(
+                    f"{name} is not on the CPU", "cpu", tensor.device, "use reference_segments there"
+                )
+        _check_disjoint(named)
+    if (rule := _rule_of(segments, kept, scales)) is None:
+        return
+    first, second = (*map(torch.Tensor.data_ptr, kept), 0, 0)[:2]
+    first_scales, second_scales = (*map(torch.Tensor.data_ptr, scales), 0, 0)[:2]
     try:
         _native.update(
             rule,
             master.data_ptr(),
-            master.dtype is torch.int16,
+            split,
             first,
             second,
             first_scales,
             second_scales,
-            _MOMENT_CODES[moments[0].dtype] if moments else 0,
+            _MOMENT_CODES[form],
             grad.data_ptr(),
             _CODES[grad.dtype],
             0 if out is None else out.data_ptr(),
             _NONE if out is None else _CODES[out.dtype],
-            master.numel(),
+            numel,
             _pack(segments),
         )
     except ValueError as error:
         raise _bad_segment(error) from error
 
 
-def _rule_of(segments: Sequence[Segment], moments: Sequence[torch.Tensor]) -> int | None:
+def _rule_of(
+    segments: Sequence[Segment], kept: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+) -> int | None:
     """Return the rule's number in the kernel; None: there is nothing to update."""
-    kinds = {type(getattr(segment, "options", None)) for segment in segments}
+    try:
+        kinds = {*map(type, map(_OPTIONS, segments))}
+    except AttributeError as error:
+        raise _bad_segment(error) from error
     if not kinds:
         return None
     if len(kinds) > 1 or not kinds <= RULES.keys():
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise _wrong("a chunk has one rule", "segments with options of one", names, "call it for each")
     kind = kinds.pop()
-    codes, (kept, scales) = RULES[kind], codes_and_scales(moments)
+    codes = RULES[kind]
     if len(kept) not in codes:
         wanted = " or ".join(map(str, codes))
         raise _wrong(f"{kind.__name__} has other moments", wanted, len(kept), "pass those of the rule")
@@ -255,55 +278,69 @@ def codes_and_scales(
     moments: Sequence[torch.Tensor],
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Return the moments, or their codes if they are in 8 bits; and the scales of these."""
-    count = sum(moment.dtype is torch.uint8 for moment in moments) or len(moments)
+    count = [*map(_DTYPE, moments)].count(torch.uint8) or len(moments)
     return moments[:count], moments[count:]
 
 
 # ---- sums of squares, sums, conversions, copies ----
 
 
-Pieces = npt.NDArray[np.int64]
+class Pieces:
+    """Pieces of a tensor, checked.
+
+    Args:
+        numel: of the tensor.
+        places: (k, 2) int64: first element, and number of elements (65,536 at most); None: blocks of 65,536
+            elements, of which the last may be shorter.
+
+    Raises:
+        ParameterError: a piece is too long, or outside the tensor.
+    """
+
+    __slots__ = ("address", "numel", "places")
+
+    def __init__(self, numel: int, places: npt.NDArray[np.int64] | None = None) -> None:
+        if places is None:
+            begins = np.arange(0, numel, NORM_BLOCK, dtype=np.int64)
+            places = np.stack([begins, np.minimum(NORM_BLOCK, numel - begins)], axis=1)
+        whole = (
+            *(places.ndim == 2 and places.shape[1] == 2, places.dtype == np.int64),
+            places.flags.c_contiguous,
+        )
+        if not all(whole) or (
+            len(places)
+            and (places.min() < 0 or places[:, 1].max() > NORM_BLOCK or places.sum(1).max() > numel)
+        ):
+            found = str(places.tolist()) if all(whole) else f"shape {places.shape} of {places.dtype}"
+            expected = f"(k, 2) int64, of at most {NORM_BLOCK} elements each within {numel}"
+            raise _wrong("these pieces cannot be summed", expected, found, "cut the tensor's own elements")
+        self.numel, self.places, self.address = numel, places, places.ctypes.data
 
 
 def sum_of_squares(tensor: torch.Tensor, pieces: Pieces | None = None) -> npt.NDArray[np.float64]:
-    """Return the sum of squares of each piece.
+    """Return the sum of squares of each piece; None: of each of its blocks.
 
     Each is summed in double as a fixed tree, so the bits depend on the values alone. NaN and
     Inf show in the sum of their piece. See [Note: norms] and [Note: the halving tree].
 
     Args:
         tensor: (n,) float32, bfloat16 or float16 on the CPU.
-        pieces: (k, 2) int64: first element, and number of elements (65,536 at most); None: blocks of 65,536
-            elements, of which the last may be shorter.
 
     Returns:
         (k,) float64.
 
     Raises:
-        ParameterError: a wrong device, dtype or layout, or a piece that is too long or outside the tensor.
+        ParameterError: a wrong device, dtype or layout, or pieces of another tensor.
     """
-    _check("tensor", tensor, tuple(_CODES), cpu=True)
-    pieces = _pieces(tensor.numel(), pieces)
-    sums = np.empty(len(pieces), dtype=np.float64)
-    code = _CODES[tensor.dtype]
-    _native.sum_of_squares(tensor.data_ptr(), code, pieces.ctypes.data, len(pieces), sums.ctypes.data)
-    return sums
-
-
-def _pieces(numel: int, pieces: Pieces | None) -> Pieces:
-    if pieces is None:
-        begins = np.arange(0, numel, NORM_BLOCK, dtype=np.int64)
-        return np.stack([begins, np.minimum(NORM_BLOCK, numel - begins)], axis=1)
-    whole = (
-        pieces.ndim == 2 and pieces.shape[1] == 2 and pieces.dtype == np.int64 and pieces.flags.c_contiguous
+    if pieces is None or not _fit(((tensor, _CODES, pieces.numel),)):
+        _check("tensor", tensor, tuple(_CODES), numel=None if pieces is None else pieces.numel, cpu=True)
+        pieces = pieces or Pieces(tensor.numel())
+    sums = np.empty(len(pieces.places), dtype=np.float64)
+    address = sums.__array_interface__["data"][0]
+    _native.sum_of_squares(
+        tensor.data_ptr(), _CODES[tensor.dtype], pieces.address, len(pieces.places), address
     )
-    if not whole or (
-        len(pieces) and (pieces.min() < 0 or pieces[:, 1].max() > NORM_BLOCK or pieces.sum(1).max() > numel)
-    ):
-        found = f"shape {pieces.shape} of {pieces.dtype}" if not whole else str(pieces.tolist())
-        expected = f"(k, 2) int64, of at most {NORM_BLOCK} elements each within {numel}"
-        raise _wrong("these pieces cannot be summed", expected, found, "cut the tensor's own elements")
-    return pieces
+    return sums
 
 
 def accumulate(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -316,9 +353,7 @@ def accumulate(target: torch.Tensor, source: torch.Tensor) -> None:
     Raises:
         ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
     """
-    _check("target", target, (torch.float32,), cpu=True)
-    _check("source", source, tuple(_CODES), numel=target.numel(), cpu=True)
-    _check_disjoint((("target", target), ("source", source)))
+    _check_pair(target, source, _MASTERS[:1])
     _native.accumulate(target.data_ptr(), source.data_ptr(), _CODES[source.dtype], target.numel())
 
 
@@ -333,9 +368,7 @@ def convert(target: torch.Tensor, source: torch.Tensor) -> None:
     Raises:
         ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
     """
-    _check("target", target, tuple(_CODES), cpu=True)
-    _check("source", source, tuple(_CODES), numel=target.numel(), cpu=True)
-    _check_disjoint((("target", target), ("source", source)))
+    _check_pair(target, source, tuple(_CODES))
     if target.dtype is source.dtype:
         _native.copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
@@ -361,6 +394,42 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
 # ---- checks ----
 
 _Named = Sequence[tuple[str, torch.Tensor]]
+#: A tensor, the dtypes that it may have, and its length.
+_Check: TypeAlias = tuple[torch.Tensor, Collection[torch.dtype], int]
+
+
+def _fit(checks: Iterable[_Check]) -> bool:
+    """Return whether tensors on the CPU are flat and contiguous, as they must be, and do not overlap. In one
+    call, because each chunk makes it; where it is false, the checks below say what is wrong."""
+    ranges = []
+    for tensor, dtypes, numel in checks:
+        if not (
+            isinstance(tensor, torch.Tensor)
+            and tensor.is_cpu
+            and tensor.dtype in dtypes
+            and tensor.layout is torch.strided
+            and tensor.dim() == 1
+            and tensor.is_contiguous()
+            and tensor.numel() == numel
+        ):
+            return False
+        if numel:
+            ranges.append((tensor.data_ptr(), tensor.nbytes))
+    ranges.sort()
+    last = 0
+    for begin, nbytes in ranges:
+        if begin < last:
+            return False
+        last = begin + nbytes
+    return True
+
+
+def _check_pair(target: torch.Tensor, source: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    numel = target.numel()
+    if not _fit(((target, dtypes, numel), (source, _CODES, numel))):
+        _check("target", target, dtypes, cpu=True)
+        _check("source", source, tuple(_CODES), numel=numel, cpu=True)
+        _check_disjoint((("target", target), ("source", source)))
 
 
 def _state(
@@ -429,11 +498,16 @@ def _pack(segments: Sequence[Segment]) -> bytes:
     packed = []
     try:
         for start, numel, first, key, step, *scalars, maximize, options in segments:
-            *numbers, flag = _NUMBERS[type(options)](options)
+            *numbers, flag = _numbers_of(options)
             packed.append(_PACKED.pack(start, numel, first, step, *scalars, *numbers, key, flag, maximize))
     except (struct.error, TypeError, OverflowError) as error:
         raise _bad_segment(error) from error
     return b"".join(packed)
+
+
+@functools.lru_cache(typed=True)
+def _numbers_of(options: Options) -> _Numbers:
+    return _NUMBERS[type(options)](options)
 
 
 def _derive(rule: int, segment: Segment) -> Scalars:

@@ -24,6 +24,8 @@ from infinity.planning.parts import ChunkParts, Moment
 from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Reads, Slot, Store, Transfer, Version
 
+from .pieces import put_together
+
 
 class Tiers:
     """Where the parts of chunks are: the store, and tensors for what is placed on the device."""
@@ -48,19 +50,18 @@ class Tiers:
         self.pool = pool
         self.device = device
         self.gradients = gradients
-        self.on_device: dict[int, torch.Tensor] = {}
         self.sections: dict[int, tuple[torch.Tensor, ...]] = {}  # of states that are worked on where they lie
         #: Of split masters, the last copies of upper halves to the device.
         self.copied: dict[int, Event] = {}
         for index, plan in enumerate(plans):
             if plan.state_tier is Tier.DEVICE:
-                self.on_device[index] = device.zeros(plan.parts["state"].nbytes)
+                [slot] = store.versions.slots(index, "state")
+                store.place(index, "state", slot, device.zeros(plan.parts["state"].nbytes))
 
     def drop_memory(self) -> None:
         """Hold no memory any more: the engine is closed."""
         self.copied.clear()
         self.sections.clear()
-        self.on_device.clear()
 
     def lease_nbytes(self, chunk: Chunk) -> int:
         """Return the bytes of pool that the I/O of `chunk` takes."""
@@ -83,36 +84,35 @@ class ChunkIO:
         self._transfers: list[Transfer | Reads] = []
         self._arriving: list[Event] = []
         self._event: Event | None = None  # of the copy to the device
-        self.changed = False  # whether an update has begun to change the state
         self._begun = False
-        self._delayed = False
+        #: The version of the copy that is read and written.
+        self.version = Version.NEWEST
         self._made: torch.Tensor | None = None  # a copy in the lease, for the device
         self._joined: torch.Tensor | None = None  # a split master, whole
         self._priority = Priority.NORMAL
         self._gradient: Slot | Version = Version.FRONT
 
-    def read_state(self, *, early: bool = False, copy: bool = False) -> None:
+    def read_state(self, *, early: bool = False, state: bool = True, copy: bool = False) -> None:
         """Start reading the state from NVMe, once. The copy is read where it is the master, or a half of it,
         or when asked for. `early`: nobody waits for it yet."""
         priority = Priority.BACKGROUND if early else self._priority
         plan, store, lease = self._plan, self._tiers.store, self.lease
         if self._begun or lease is None:
             return
-        assert plan.place is None, "a copy that is read in place is never worked on"
         self._begun = True
-        names = ["state"] if plan.state_tier is Tier.NVME else []
+        names = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
         if plan.copy_tier is Tier.NVME and (copy or plan.begins_with_copy):
-            names.append("copy")
-        for name in names:
+            names["copy"] = Version.NEWEST if self._delayed else self.version
+        for name, version in names.items():
             offset = self._offset(name)
             self._transfers.append(
-                store.read(self.chunk.id, name, lease, offset, version=Version.NEWEST, priority=priority)
+                store.read(self.chunk.id, name, lease, offset, version=version, priority=priority)
             )
 
     def delay(self) -> None:
         """Make `copy` and `write` use the back, which is not in use: [Note: two versions]. It must not be
         newer than the front."""
-        self._delayed = True
+        self.version = Version.BACK
         self._priority = Priority.BACKGROUND  # forward and backward wait for their reads, not for these
 
     def read(
@@ -120,13 +120,14 @@ class ChunkIO:
         *,
         gradient: torch.dtype | None = None,
         version: Slot | Version = Version.FRONT,
+        state: bool = True,
         copy: bool = False,
         changes: bool = False,
     ) -> None:
         """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `version`
         says which. `changes`: an update is going to change the master, and begins with a half of it that is
         on a device of its own."""
-        self.read_state(copy=copy)
+        self.read_state(state=state, copy=copy)
         self._gradient = version
         lease = self.lease
         if changes and self._plan.is_split and self._plan.copy_tier is Tier.DEVICE and lease is not None:
@@ -143,16 +144,10 @@ class ChunkIO:
                 store.read(self.chunk.id, "gradient", lease, offset, version=version, priority=self._priority)
             )
         else:
-            device, nbytes = self._tiers.device, self.chunk.numel * gradient.itemsize
-            source = self._tiers.gradients.chunks.on_device(self.chunk, version)[:nbytes]
-            target = lease.tensor(torch.uint8, self._offset("gradient"), nbytes)
+            device, source = self._tiers.device, self._gradient_here(gradient)
+            target = lease.tensor(gradient, self._offset("gradient"), self.chunk.numel)
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id))
-
-    @property
-    def is_here(self) -> bool:
-        """Whether `wait` would not."""
-        return all(t.done for t in self._transfers) and all(e.done() for e in self._arriving)
 
     def wait(self) -> None:
         """Block until what was read is here, checked."""
@@ -167,7 +162,7 @@ class ChunkIO:
         """Block until no copy to the device reads the copy where it lies: it is about to change."""
         if self._delayed:
             self._tiers.publisher.wait_published(self.chunk.id)
-        if self._tiers.store.tier(self.chunk.id, "copy", self.copy_version) is Tier.HOST:
+        if self._tiers.store.tier(self.chunk.id, "copy", self.version) is Tier.HOST:
             self._tiers.units[self.chunk.unit].wait_read()
 
     def copy_master(self) -> None:
@@ -190,19 +185,20 @@ class ChunkIO:
         return self.lease.tensor(dtype, self._offset(part), numel)
 
     @property
-    def copy_version(self) -> Version:
-        """The version that `copy` and `write` mean."""
-        return Version.BACK if self._delayed else Version.NEWEST
+    def _delayed(self) -> bool:
+        return self.version is Version.BACK
 
     @property
     def copy(self) -> torch.Tensor:
         """The copy in the compute dtype: its values, after they were read if it is on NVMe."""
         chunk, store = self.chunk, self._tiers.store
-        tier = store.tier(chunk.id, "copy", self.copy_version)
+        tier = store.tier(chunk.id, "copy", self.version)
         if tier is Tier.HOST:
-            return store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=self.copy_version)
+            return store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=self.version)
         if tier is Tier.DEVICE:
             return self._device_copy
+        if self._plan.place is not None and self.lease is not None:
+            return put_together(chunk, self._plan.place, self.lease)
         leased = self._leased("copy", chunk.dtype, chunk.numel)
         assert leased is not None
         return leased
@@ -225,8 +221,7 @@ class ChunkIO:
         if flat is not None:
             return self._cut(flat)
         if chunk.id not in tiers.sections:
-            on_host = plan.state_tier is Tier.HOST
-            flat = tiers.store.view(chunk.id, "state") if on_host else tiers.on_device[chunk.id]
+            flat = tiers.store.view(chunk.id, "state")
             with torch.inference_mode(False):
                 tiers.sections[chunk.id] = self._cut(flat)
         return tiers.sections[chunk.id]
@@ -303,17 +298,14 @@ class ChunkIO:
 
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
-        gradients, plan, chunk = self._tiers.gradients, self._plan, self.chunk
-        kind = dtype or chunk.dtype
-        grad = self._leased("gradient", kind, chunk.numel)
+        kind = dtype or self.chunk.dtype
+        grad = self._leased("gradient", kind, self.chunk.numel)
         if grad is None:
-            if plan.gradient_tier is Tier.HOST:
-                store, version = self._tiers.store, self._gradient
-                grad = store.view(chunk.id, "gradient", kind, numel=chunk.numel, version=version)
-            else:
-                flat = gradients.chunks.on_device(chunk, self._gradient)
-                grad = flat[: chunk.numel * kind.itemsize].view(kind)
+            grad = self._gradient_here(kind)
         return grad if dtype is not None else grad.zero_()
+
+    def _gradient_here(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._tiers.gradients.chunks.view(self.chunk, dtype, self._gradient)
 
     def made(self, version: Version, generation: int) -> None:
         """Record that a version of the compute parameters was written, in place of an update."""
@@ -327,7 +319,7 @@ class ChunkIO:
         if lease is not None:
             parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
             if copy and plan.copy_tier is Tier.NVME:
-                parts["copy"] = self.copy_version
+                parts["copy"] = self.version
             for name, version in parts.items():
                 offset = self._offset(name)
                 self._transfers.append(
@@ -377,12 +369,3 @@ def _open(tiers: Tiers, chunk: Chunk, take: Callable[[int], Lease | None]) -> Ch
     if nbytes := ceil_to(tiers.lease_nbytes(chunk), 4096):
         io.lease = take(nbytes)
     return None if nbytes and io.lease is None else io
-
-
-def abandon(close: Callable[[], None]) -> None:
-    """Make a call that closes the I/O of a chunk after an error, which is on its way to the user: what fails
-    now comes of that, and the store keeps the rest."""
-    try:
-        close()
-    except Exception:
-        return

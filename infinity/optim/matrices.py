@@ -136,8 +136,6 @@ class Matrices:
         [moment] = io.moments
         rounds = moment.dtype is not torch.float32
         key = cpu_adam.rounding_key(plain_name(spec.name), step) if rounds else 0
-        # An update that stops drops what is in a lease; what is in place it takes memory on its way to.
-        io.changed = self._tiers.plans[io.chunk.id].state_tier is not Tier.NVME
 
         def work() -> None:
             parts = moment[here], grad[here], out

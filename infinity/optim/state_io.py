@@ -5,10 +5,8 @@ Everything here works chunk by chunk through leases, so that its own host memory
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,7 +14,7 @@ import torch
 from infinity.core import handlers
 from infinity.core.commits import Commits, commit
 from infinity.core.errors import BudgetError
-from infinity.core.sizes import ALIGNMENT, Tier, ceil_to, format_size
+from infinity.core.sizes import ALIGNMENT, ceil_to, format_size
 from infinity.hardware.ranks import Comm
 from infinity.params.given import own
 from infinity.params.param import ShardedParam
@@ -24,17 +22,18 @@ from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 from infinity.planning.partition import Chunk, ParamSpec, Segment
 from infinity.planning.parts import Moment
+from infinity.storage.pipeline import pipeline
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
 from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
-from .leaving import LeavingChunk, give_up
-from .pieces import drop_low, follow_copy, part_of, put_together, read_moment, slice_of, write_moment
+from .leaving import Visited
+from .pieces import drop_low, follow_copy, part_of, read_moment, slice_of, write_moment
 from .update import Updater
 from .whole import of_first_rank, of_owners
 
 _Segments: TypeAlias = Iterator[tuple[ShardedParam, Segment, dict[str, torch.Tensor]]]
-_MOST_LEAVING = 2  # chunks whose tensors are on their way while others are yielded
+_MOST = 2  # chunks whose tensors are on their way while others are yielded, and that are yielded or read
 
 
 class Values(Protocol):
@@ -238,18 +237,7 @@ class States:
             and (not own or self._tiers.units[index].layout.owner(chunk) == self._comm.rank)
         ]
         under_way = UnderWay() if under_way is None else under_way
-        if written:
-            yield from self._written(chunks, of, kinds, written, fresh, version, under_way)
-        elif set(kinds) == {"copy"}:
-            for chunk in chunks:
-                with self._copy(chunk, version) as copy:
-                    try:
-                        yield from self._each(chunk, of, {"copy": copy})
-                        under_way.wait()
-                    finally:
-                        under_way.drop()
-        else:
-            yield from self._read(chunks, of, kinds, under_way)
+        yield from self._visits(chunks, of, kinds, written, fresh, version, under_way)
 
     def _each(
         self, chunk: Chunk, of: Mapping[int, set[int]], tensors: Mapping[str, torch.Tensor]
@@ -261,39 +249,9 @@ class States:
                 pieces = {k: slice_of(t, segment, self.kept.get(k, 1)) for k, t in tensors.items()}
                 yield params[segment.param], segment, pieces
 
-    def _read(
+    def _visits(
         self,
-        chunks: list[Chunk],
-        of: Mapping[int, set[int]],
-        kinds: Collection[str],
-        under_way: UnderWay,
-    ) -> _Segments:
-        reading: deque[ChunkIO] = deque()  # the one that is yielded, and the next
-        leaving: deque[LeavingChunk] = deque()
-        try:
-            for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
-                if not reading:
-                    reading.append(self._open(chunk, leaving))
-                    reading[0].read(copy="copy" in kinds)
-                if following is not None and self._tiers.lease_nbytes(following):
-                    io = self._try_open(following, leaving)
-                    if io is not None:
-                        reading.append(io)
-                        io.read(copy="copy" in kinds)
-                reading[0].wait()
-                yield from self._each(chunk, of, self._tensors(reading[0], kinds))
-                leaving.append(LeavingChunk(reading[0], under_way))
-                reading.popleft()
-                while leaving and (len(leaving) > _MOST_LEAVING or leaving[0].idle):
-                    _close_first(leaving)
-            while leaving:
-                _close_first(leaving)
-        finally:
-            give_up(under_way, leaving, reading)
-
-    def _written(
-        self,
-        chunks: list[Chunk],
+        chunks: Iterable[Chunk],
         of: Mapping[int, set[int]],
         kinds: Collection[str],
         written: Collection[str],
@@ -301,86 +259,53 @@ class States:
         version: Version,
         under_way: UnderWay,
     ) -> _Segments:
-        back = version is Version.BACK
-        number = self._updater.next_number() if back else 0
+        left, leaving = iter(chunks), deque[Visited]()
+        number = self._updater.next_number() if written and version is Version.BACK else None
 
-        now: deque[ChunkIO] = deque()  # the one that is yielded
-        leaving: deque[LeavingChunk] = deque()
-        try:
-            for chunk in chunks:
-                io = self._open(chunk, leaving)
-                now.append(io)
-                if back:
-                    io.delay()
+        def open_(chunk: Chunk, wait: bool) -> Visited | None:
+            call = open_chunk if wait else try_open_chunk
+            io = call(self._tiers, chunk, "update" if chunk.trainable else "load")
+            return None if io is None else Visited(io, under_way)
+
+        def begins(chunk: Chunk) -> bool:
+            return fresh and all(s.param in of[chunk.unit] for s in chunk.segments)
+
+        def read(chunk: Chunk, visited: Visited) -> None:
+            visited.io.version = version
+            if not begins(chunk):
+                visited.io.read(state={*kinds} != {"copy"}, copy="copy" in kinds)
+
+        def take(_wait: bool) -> Chunk | None:
+            return next(left, None)
+
+        for chunk, visited in pipeline(take, open_, read, closing=leaving, most=_MOST):
+            io = visited.io
+            if written:
                 io.wait_unread()
-                begins = fresh and all(s.param in of[chunk.unit] for s in chunk.segments)
-                if not begins:
-                    io.read(copy="copy" in kinds)
-                    io.wait()
-                tensors = {"copy": io.copy} if back else self._tensors(io, kinds)
-                for tensor in (tensors if back else self._tensors(io, self.kinds)).values() if begins else ():
+            io.wait()
+            tensors = self._tensors(io, kinds)
+            if begins(chunk):
+                for tensor in self._tensors(io, kinds if number else self.kinds).values():
                     tensor.zero_()
-                yield from self._each(chunk, of, tensors)
-                # While its values are on their way, the next chunk's begin.
-                for one in leaving:
+            yield from self._each(chunk, of, tensors)
+            # While its values are on their way, the next chunk's begin.
+            for one in leaving:
+                if one is not visited:
                     one.send()
-                leaving.append(
-                    LeavingChunk(
-                        now[0],
-                        under_way,
-                        state=any(kind != "copy" and kind in tensors for kind in written),
-                        copy="copy" in written,
-                        back=number if back else None,
-                    )
-                )
-                now.popleft()
-                while len(leaving) > _MOST_LEAVING:
-                    _close_first(leaving)
-            while leaving:
-                _close_first(leaving)
-        finally:
-            give_up(under_way, leaving, now)
-
-    def _try_open(self, chunk: Chunk, leaving: deque[LeavingChunk]) -> ChunkIO | None:
-        while (io := try_open_chunk(self._tiers, chunk, _quota(chunk))) is None and leaving:
-            _close_first(leaving)
-        return io
-
-    def _open(self, chunk: Chunk, leaving: deque[LeavingChunk]) -> ChunkIO:
-        return self._try_open(chunk, leaving) or open_chunk(self._tiers, chunk, _quota(chunk))
+            state = any(kind != "copy" and kind in tensors for kind in written)
+            visited.leave(state=state, copy="copy" in written, back=number)
 
     def _tensors(self, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {}
         if "copy" in kinds:
             tensors["copy"] = io.copy
-        if io.chunk.trainable:
+        if io.chunk.trainable and {*kinds} != {"copy"}:
             if "low" in kinds and io.low is not None:
                 tensors["low"] = io.low
             elif "master" in kinds and not (io.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
-            tensors.update(zip(io.kinds, io.moments, strict=True))
-        return {kind: tensor for kind, tensor in tensors.items() if kind in kinds}
-
-    @contextmanager
-    def _copy(self, chunk: Chunk, version: Version) -> Iterator[torch.Tensor]:
-        """A copy of a chunk, to be read: without its state, which costs a read of its own."""
-        store = self._tiers.store
-        tier = store.tier(chunk.id, "copy", version)
-        if tier is Tier.DEVICE:
-            yield self._tiers.units[chunk.unit].chunk_view(chunk)
-        elif tier is Tier.HOST:
-            yield store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=version)
-        else:
-            plan = self._tiers.plans[chunk.id]
-            lease = self._tiers.pool.lease("load", plan.load_lease)
-            try:
-                store.read(chunk.id, "copy", lease, version=version).wait()
-                if plan.place is None:
-                    yield lease.tensor(chunk.dtype, 0, chunk.numel)
-                else:
-                    yield put_together(chunk, plan.place, lease)
-            finally:
-                lease.release()
+            tensors.update((k, t) for k, t in zip(io.kinds, io.moments, strict=True) if k in kinds)
+        return tensors
 
     @commit
     def read(
@@ -532,15 +457,6 @@ class States:
 
 def _kind_of(of: Chunk | ParamSpec) -> tuple[bool, bool]:
     return of.matrix, of.fp32_moments
-
-
-def _close_first(leaving: deque[LeavingChunk]) -> None:
-    leaving[0].close()
-    leaving.popleft()  # not before: what has no memory for its end is given up with the pass
-
-
-def _quota(chunk: Chunk) -> str:
-    return "update" if chunk.trainable else "load"
 
 
 def bump(params: Sequence[ShardedParam]) -> None:

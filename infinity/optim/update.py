@@ -11,9 +11,10 @@ results on and reads the state of the expected next units ahead.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -33,9 +34,10 @@ from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import update_nbytes
+from infinity.storage.pipeline import abandon, pipeline
 from infinity.storage.store import Slot, Version
 
-from .chunk_io import ChunkIO, Tiers, abandon, open_chunk, try_open_chunk
+from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
 from .matrices import Matrices, Matrix, Round, Visit, visits_of
 from .rules import Options
 
@@ -131,26 +133,26 @@ class Feed:
         """Whether all that comes has been taken."""
         return self._ended and not self._batches
 
-    def take(self, device: Device, *, wait: bool) -> list[ChunkUpdate]:
-        """Return the next batch, if its gradients are there, with the device's current stream behind them;
-        else nothing. `wait`: until they are, or nothing comes any more. It is the next until `taken`."""
-        while wait and not self._batches and not self._ended:
-            self._bell.wait(lambda: self._batches or self._ended)
-        if not self._batches:
-            return []
-        after, landed, make = self._batches[0]
-        if landed is not None:
-            if not (wait or landed.is_over):
-                return []
-            device.wait_on_device(landed.result())
-        device.wait_on_device(after)
-        return [update._replace(after=after) for update in make()]
-
-    def taken(self, work: Sequence[ChunkUpdate]) -> None:
-        """Somebody else keeps the next batch from now on."""
-        self._batches.popleft()
-        for update in work:
-            self.expected.pop(update.chunk.id, None)
+    def take(self, device: Device, *, wait: bool) -> Sequence[ChunkUpdate]:
+        """Take the next batch with work, if its gradients are there, with the device's current stream behind
+        them; else nothing. `wait`: until they are, or nothing comes any more."""
+        while True:
+            while wait and not self._batches and not self._ended:
+                self._bell.wait(lambda: self._batches or self._ended)
+            if not self._batches:
+                return ()
+            after, landed, make = self._batches[0]
+            if landed is not None:
+                if not (wait or landed.is_over):
+                    return ()
+                device.wait_on_device(landed.result())
+            device.wait_on_device(after)
+            work = [update._replace(after=after) for update in make()]
+            self._batches.popleft()
+            for update in work:
+                self.expected.pop(update.chunk.id, None)
+            if work:
+                return work
 
 
 class Updater:
@@ -167,10 +169,10 @@ class Updater:
         self._stream: HostStream | None = None
         self._ahead: deque[ChunkIO] = deque()
         self._task: Task | None = None
-        #: What was posted and is not updated, in the order of the work.
-        self._left: deque[ChunkUpdate] = deque()
         self._feed = Feed()
-        self._unwritten: set[int] = set()  # chunks posted whose state the store does not know of yet
+        #: Chunks posted whose state the store does not know of yet, in the order of the work.
+        self._unwritten: dict[int, Chunk] = {}
+        self._reading: set[int] = set()  # chunks that the worker reads ahead
         self._posted = 0  # updates so far: the generation of what is made
         self._matrices = Matrices(tiers, owners)
         self.drift = Drift()
@@ -196,8 +198,7 @@ class Updater:
             self._stream = HostStream("update", there=self._tiers.device.worker)
         early = {io.chunk.id: io for io in self._take_ahead()}
         self._updates.post((), blocks_loads=not delayed)
-        self._left, self._feed = deque(), Feed(expected)
-        self._unwritten = set()
+        self._feed, self._unwritten = Feed(expected), {}
         self._matrices.begin()
         self._tiers.gradients.chunks.reserve(())
         self.next_number()
@@ -217,7 +218,7 @@ class Updater:
         if not chunks:
             return
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
-        self._unwritten.update(chunk.id for chunk in chunks)
+        self._unwritten.update((chunk.id, chunk) for chunk in chunks)
         self._matrices.expect(matrices)
         self._updates.add(chunks)
         self._feed.add(Batch(after, landed, make))
@@ -294,10 +295,14 @@ class Updater:
         return ahead
 
     def _work(self, early: dict[int, ChunkIO], drift: Drift | None) -> None:
-        at: list[ChunkIO] = []
+        """Update what comes, on the worker. `early`: what was read ahead, by chunk."""
         try:
-            parts = self._finish, self._unwritten, self._matrices, drift, self._recorder
-            _run(self._tiers, self._feed, self._left, at, early, *parts)
+            with contextlib.closing(self._pipeline(early, drift)) as opened:
+                for update, io in opened:
+                    self._reading.discard(update.chunk.id)
+                    self._update(update, io, drift)
+            while early:
+                early.popitem()[1].close()  # it was expected, and has not come
             self._matrices.check()
             self.drift = drift or self.drift
         except BaseException as error:
@@ -305,7 +310,7 @@ class Updater:
                 abandon(early.popitem()[1].close)
             found = error
             if is_out_of_memory(error):
-                if not self._left and self._feed.is_over:
+                if not self._unwritten and self._feed.is_over:
                     return  # every chunk is updated, and the store keeps their writes
                 try:
                     found = self._out_of_memory(error)
@@ -315,9 +320,70 @@ class Updater:
             self._updates.fail(found)
             raise found from error
 
+    def _pipeline(
+        self, early: dict[int, ChunkIO], drift: Drift | None
+    ) -> Generator[tuple[ChunkUpdate, ChunkIO]]:
+        tiers, feed, todo = self._tiers, self._feed, deque[ChunkUpdate]()
+        self._reading.clear()
+
+        def take(wait: bool) -> ChunkUpdate | None:
+            if not todo:
+                if wait and not feed.is_over:
+                    _read_ahead(tiers, feed, early)
+                if work := feed.take(tiers.device, wait=wait):
+                    todo.extend(work)
+                    for number in early.keys() - feed.expected.keys() - {u.chunk.id for u in work}:
+                        early.pop(number).close()  # it is not updated in this step
+            return todo.popleft() if todo else None
+
+        def open_(update: ChunkUpdate, wait: bool) -> ChunkIO | None:
+            chunk = update.chunk
+            if chunk.id in self._reading:
+                return None  # its first visit changes what the second one reads
+            if len(self._reading) > 2 and not tiers.lease_nbytes(chunk):
+                return None  # nothing is read ahead of what is at hand already
+            io = early.pop(chunk.id, None) or try_open_chunk(tiers, chunk)
+            while io is None and wait and early:
+                early.popitem()[1].close()  # read ahead in another order: its leases are all there are
+                io = try_open_chunk(tiers, chunk)
+            return open_chunk(tiers, chunk) if io is None and wait else io
+
+        def read(update: ChunkUpdate, io: ChunkIO) -> None:
+            self._reading.add(update.chunk.id)
+            if drift is not None:
+                io.delay()
+            dtype = update.grad_dtype if update.visit is None or update.visit.is_first else None
+            io.read(gradient=dtype, version=update.gradient, changes=update.is_last)
+
+        return pipeline(take, open_, read)
+
+    def _update(self, update: ChunkUpdate, io: ChunkIO, drift: Drift | None) -> None:
+        """Update a chunk when its parts are there, and begin its writes."""
+        io.wait()
+        io.wait_unread()
+        begin = now()
+        if drift is not None:
+            io.copy_master()
+            before = drift.before(io)
+            _compute(self._tiers, update, io, self._matrices, delayed=True)
+            drift.after(before, io)
+        else:
+            _compute(self._tiers, update, io, self._matrices)
+        if update.is_last:
+            io.write(state=False, copy=True, after=update.after)
+            self._finish(update.chunk, io)
+        # Who waits for the copy does not wait for the CRCs of the state.
+        io.write(state=True, copy=False)
+        if update.is_last:
+            self._unwritten.pop(update.chunk.id, None)  # padding that a round visits is nobody's update
+        end = now()  # with the CRC of what it made
+        self._recorder.updating += end - begin
+        if (log := self._recorder.log) is not None:
+            log.add("update", begin, end, chunk=update.chunk.id, nbytes=_moved(self._tiers, update, io))
+
     def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
         """Return what says which unit had no memory, and what helps."""
-        left = [*(u.chunk for u in self._left if u.is_last), *self._feed.expected.values()]
+        left = [*self._unwritten.values(), *self._feed.expected.values()]
         what = "the update"
         if left:
             what += f" of unit {self._tiers.units[left[0].unit].layout.name!r}"
@@ -330,10 +396,11 @@ class Updater:
         )
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:
+        """A chunk's copy is where it belongs, or on its way to a device."""
         load, lease = self._tiers.units[chunk.unit].last_load, io.copy_lease
-        if io.copy_version is not Version.BACK and load is not None and lease is not None:
+        if io.version is not Version.BACK and load is not None and lease is not None:
             self._loader.supply(load, chunk, *lease)
-        self._tiers.store.versions.made(chunk.id, "copy", io.copy_version, self._posted)
+        self._tiers.store.versions.made(chunk.id, "copy", io.version, self._posted)
         self._updates.finish(chunk, io.copied)
 
 
@@ -374,109 +441,6 @@ class Drift:
     def value(self) -> float:
         """The figure; 0.0 where nothing was delayed."""
         return math.sqrt(self._moved / self._norm) if self._norm else 0.0
-
-
-def _run(
-    tiers: Tiers,
-    feed: Feed,
-    left: deque[ChunkUpdate],
-    at: list[ChunkIO],
-    early: dict[int, ChunkIO],
-    finished: Callable[[Chunk, ChunkIO], None],
-    unwritten: set[int],
-    matrices: Matrices,
-    drift: Drift | None,
-    recorder: Recorder,
-) -> None:
-    """Update what is `left`, then what comes from `feed`, and take it from there. `at`: the chunk that is
-    being updated; `early`: what was read ahead, by chunk. A chunk is `finished` when its copy is where it
-    belongs, or on its way to a device."""
-    todo = left.copy()
-    reading: deque[ChunkIO] = deque()
-    ids: set[int] = set()  # of the chunks of `reading`
-    writing: deque[ChunkIO] = deque()
-
-    try:
-        while True:
-            while writing and writing[0].done():
-                writing.popleft().close()
-            idle = not (todo or reading)
-            if idle and not feed.is_over:
-                while writing:
-                    writing.popleft().close()
-                _read_ahead(tiers, feed, early)
-            while work := feed.take(tiers.device, wait=idle):
-                left.extend(work)
-                feed.taken(work)
-                todo.extend(work)
-                idle = False
-                for number in set(early) - feed.expected.keys() - {u.chunk.id for u in todo}:
-                    early.pop(number).close()  # it is not updated in this step
-            if not (todo or reading):
-                break
-            while todo:
-                chunk = todo[0].chunk
-                if chunk.id in ids:
-                    break  # its first visit changes what the second one reads
-                io = early.pop(chunk.id, None) or try_open_chunk(tiers, chunk)
-                if io is None:
-                    if reading:
-                        break
-                    if writing:
-                        writing.popleft().close()
-                        continue
-                    if early:  # read ahead in another order than this one: its leases are all there are
-                        early.popitem()[1].close()
-                        continue
-                    io = open_chunk(tiers, chunk)
-                reading.append(io)
-                ids.add(chunk.id)
-                update = todo.popleft()
-                if drift is not None:
-                    io.delay()
-                first = update.visit is None or update.visit.is_first
-                dtype = update.grad_dtype if first else None
-                io.read(gradient=dtype, version=update.gradient, changes=update.is_last)
-                if len(reading) > 2 and not tiers.lease_nbytes(chunk):
-                    break  # nothing is read ahead of what is at hand already
-            update, io = left[0], reading[0]
-            writing.append(io)
-            reading.popleft()
-            ids.discard(update.chunk.id)
-            at[:] = [io]
-            io.wait()
-            io.wait_unread()
-            begin = now()
-            if drift is not None:
-                io.copy_master()
-                before = drift.before(io)
-                _compute(tiers, update, io, matrices, delayed=True)
-                drift.after(before, io)
-            else:
-                _compute(tiers, update, io, matrices)
-            if update.is_last:
-                io.write(state=False, copy=True, after=update.after)
-                finished(update.chunk, io)
-            # Who waits for the copy does not wait for the CRCs of the state.
-            io.write(state=True, copy=False)
-            if update.is_last:
-                unwritten.discard(update.chunk.id)
-            left.popleft()
-            at.clear()
-            end = now()  # with the CRC of what it made
-            recorder.updating += end - begin
-            if (log := recorder.log) is not None:
-                log.add("update", begin, end, chunk=update.chunk.id, nbytes=_moved(tiers, update, io))
-        while writing:
-            writing.popleft().close()
-        while early:
-            early.popitem()[1].close()  # it was expected, and has not come
-    finally:
-        # Only after an error is anything left; leases go home when their transfers are over. One by one:
-        # there may be no memory for a list.
-        for held in (writing, reading):
-            while held:
-                abandon(held.popleft().close)
 
 
 def _read_ahead(tiers: Tiers, feed: Feed, early: dict[int, ChunkIO]) -> None:
@@ -555,7 +519,7 @@ def _moved(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> int:
 def _compute(
     tiers: Tiers, update: ChunkUpdate, io: ChunkIO, matrices: Matrices, *, delayed: bool = False
 ) -> None:
-    """Update a chunk. What needs memory comes before the first change; `io.changed` from then on."""
+    """Update a chunk."""
     if update.visit is not None:
         _compute_matrix(tiers, update, update.visit, io, matrices)
         return
@@ -570,7 +534,6 @@ def _compute(
     grad = io.grad(update.grad_dtype)
     master = io.master if io.low is None else io.low
     cpu_adam.update_segments(master, io.moments, grad, out, segments)
-    io.changed = True  # not before: what that raises it raises before a byte is written
 
 
 def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
@@ -596,7 +559,6 @@ def _compute_on_device(
     grad = _gradient_on_device(tiers, update, io)
 
     def work(copy: torch.Tensor | None) -> None:
-        io.changed = True  # it takes memory on its way
         master, out = (io.master, None) if io.low is None else (io.low, copy)
         adam_reference.reference_segments(master, io.moments, grad, out, segments)
 
@@ -678,7 +640,6 @@ def _compute_matrix(tiers: Tiers, update: ChunkUpdate, visit: Visit, io: ChunkIO
     piece = matrices.take(io)
 
     def change(master: torch.Tensor) -> None:
-        io.changed = True
         matrices.apply(io, master, piece, options, lr=of.lr, weight_decay=of.weight_decay)
 
     _change_master(tiers, update.chunk, io, change)

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +33,8 @@ from .versions import Slot, Version, Versions
 __all__ = ["DirectoryStats", "Part", "Reads", "Slot", "Store", "Transfer", "Version"]
 
 _log = logging.getLogger("infinity.storage")
+#: The tensors over one memory: of `()`, all of it.
+_Views: TypeAlias = dict[tuple[()] | tuple[torch.dtype, int | None], torch.Tensor]
 
 
 class Store:
@@ -39,7 +42,7 @@ class Store:
 
     Args:
         chunks: the parts of each chunk; a chunk's id is its index. Of slots on the device the store has the
-            versions and no bytes.
+            versions, and the memory that it is given (`place`).
         directories: for the parts on NVMe.
         pool: lends the leases; its memory is registered with the rings.
         weights: bandwidth of each directory in any unit; None: as `infinity tune` measured them, or
@@ -86,10 +89,10 @@ class Store:
         self._files = files
         # Of each arena, and of `files`: bytes read, written; reads, writes.
         self._moved = [[0, 0, 0, 0] for _ in range(len(directories) + 1)]
-        self._host: dict[tuple[int, str, int], torch.Tensor] = {}  # by chunk, part and slot
-        # Of these, by dtype and length too: a step asks for the same ones each time, and each one made anew
-        # costs more than all else that is done for its chunk.
-        self._views: dict[tuple[int, str, int, torch.dtype, int | None], torch.Tensor] = {}
+        #: By chunk, part and slot: the memory of those on the host and the device, and what was seen of it,
+        #: by dtype and length. A step asks for the same tensors each time, and each one made anew costs more
+        #: than all else that is done for its chunk.
+        self._placed: dict[tuple[int, str, int], _Views] = {}
         self._arenas: list[Arena] = []
         self._rings: list[Ring] = []
         self._memory: HostMemory | None = None
@@ -112,7 +115,7 @@ class Store:
                 for name, spec in chunk.items():
                     for slot, tier in enumerate(spec.tiers):
                         if tier is Tier.HOST:
-                            self._host[number, name, slot] = self._memory.take(spec.nbytes)
+                            self._placed[number, name, slot] = {(): self._memory.take(spec.nbytes)}
         except BaseException:
             self._release_all()
             raise
@@ -142,26 +145,40 @@ class Store:
         numel: int | None = None,
         version: Version | Slot = Version.FRONT,
     ) -> torch.Tensor:
-        """Return the memory of a version on the host tier as a 1-d tensor, or its first `numel` elements.
+        """Return the memory of a version on the host or the device as a 1-d tensor, or its first `numel`
+        elements.
 
         Raises:
-            StorageError: it is on another tier.
+            StorageError: it is on NVMe, or it was not `placed`.
         """
         slot = self.versions.slot(chunk, part, version)
-        key = chunk, part, slot, dtype, numel
-        if (known := self._views.get(key)) is not None:
-            return known
-        memory = self._host.get((chunk, part, slot))
-        if memory is None:
+        views = self._placed.get((chunk, part, slot))
+        if views is None:
             raise StorageError(
                 f"part {part!r} of chunk {chunk} has no memory",
                 expected="a part on the host tier",
                 found=str(self.tier(chunk, part, version)),
                 cure="read it into a lease",
             )
-        with torch.inference_mode(False):
-            self._views[key] = memory.view(dtype)[:numel]
-        return self._views[key]
+        if (view := views.get((dtype, numel))) is None:
+            with torch.inference_mode(False):
+                view = views[dtype, numel] = views[()].view(dtype)[:numel]
+        return view
+
+    def place(self, chunk: int, part: str, slot: Slot, memory: torch.Tensor) -> None:
+        """Have `memory`, flat uint8, as that of a slot on the device."""
+        self._placed[chunk, part, slot] = {(): memory}
+
+    def is_placed(self, chunk: int, part: str, slot: Slot) -> bool:
+        """Return whether a slot has memory: each on the host has, and those on the device that were given
+        it."""
+        return (chunk, part, slot) in self._placed
+
+    def displace(self, chunk: int, part: str) -> None:
+        """Forget the memory of the slots of a part that are on the device."""
+        for slot in self.versions.slots(chunk, part):
+            if self.tier(chunk, part, slot) is Tier.DEVICE:
+                self._placed.pop((chunk, part, slot), None)
 
     # ------------------------------------------------------------------ transfers
 
@@ -412,7 +429,7 @@ class Store:
 
     def _host_bytes(self, chunk: int, part: str, slot: int, sections: range, nbytes: int) -> torch.Tensor:
         begin = sum(self.spec(chunk, part).sections[: sections.start])
-        return self._host[chunk, part, slot][begin : begin + nbytes]
+        return self._placed[chunk, part, slot][()][begin : begin + nbytes]
 
     def _start(self, transfer: Transfer) -> InfinityError | None:
         """Give a transfer to its ring; return the error if the ring refuses it."""
@@ -432,8 +449,7 @@ class Store:
         return None
 
     def _release_all(self) -> None:
-        self._views.clear()
-        self._host.clear()  # the memory goes with its tensors, and not when a collector finds the store
+        self._placed.clear()  # the memory goes with its tensors, and not when a collector finds the store
         with contextlib.ExitStack() as stack:  # the last pushed goes first; each goes, whatever fails
             if self._memory is not None:
                 stack.callback(self._memory.close)

@@ -77,7 +77,7 @@ _FILES = (
 )
 _EARLY_ENDS = {
     "Engine._make",  # a `wrap` that fails
-    "GradientIO.close",  # it has been waited for already, but after an error
+    "GradientIO.close",  # what comes has been waited for, but after an error; a write holds its lease itself
     "HostStream.synchronize",
     "Task.pause",
     "_Worker._copy_oldest: wait_over(load.event)",
