@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ class Gradients:
     Args:
         room: bytes of buffers at a time.
         spare: host bytes that the budget leaves.
+        once: a second gradient of a parameter has no room, unless it is fp32 as the first one.
         scale: the loss scale to begin with.
 
     Attributes:
@@ -63,6 +64,7 @@ class Gradients:
         *,
         room: int,
         spare: int = 0,
+        once: bool = False,
         scale: float = 1.0,
     ) -> None:
         self.units = units
@@ -83,7 +85,7 @@ class Gradients:
         self._count = itertools.count(1)
         self._numbers: dict[ShardedParam, int] = {}  # of the gradients that the shards hold
         self._device = chunks.device
-        self._room, self._spare = room, spare
+        self._room, self._spare, self._once = room, spare, once
         self._filling: dict[int, UnitBuffer] = {}  # unit → what has arrived and was not sent
         self._taken = 0  # bytes of all buffers, or more
         self._updates = updates
@@ -207,7 +209,13 @@ class Gradients:
 
     @commit
     def add(self, grad: ShardedGrad, other: torch.Tensor) -> None:
-        """Add to a gradient what autograd has made, which is multiplied by the loss scale."""
+        """Add to a gradient what autograd has made, which is multiplied by the loss scale.
+
+        Raises:
+            GradientError: the run was to have one gradient of each parameter in a step.
+        """
+        if self._once and not grad.is_zero and grad.dtype is not torch.float32:
+            self._refuse_second(grad.sharded)
         sharded, index = grad.sharded, grad.sharded.index
         buffer = self._buffer_for(sharded)
         waiting = buffer.arrivals.get(index)
@@ -219,6 +227,17 @@ class Gradients:
         # What is added to zero replaces it, and is rounded so, whatever else is in its chunk.
         buffer.arrivals[index] = Arrival(waiting is not None or grad.is_zero, grad.factor * self.scale)
         grad.factor, grad.is_zero = 1.0 / self.scale, False
+
+    def _refuse_second(self, sharded: ShardedParam) -> NoReturn:
+        raise GradientError(
+            f"a second gradient of {sharded.name!r} in a step has no room: it would be added in fp32",
+            expected="with accumulation=1, one gradient of each parameter between two calls of "
+            f"`zero_grad()`: there are {sharded.spec.dtype.itemsize} bytes for each element",
+            found="a further backward, or a layer that reentrant checkpointing uses twice",
+            cure="set Config(accumulation=…) to the number of backwards of a step, or leave it out; or call "
+            "`zero_grad()` after each step; with a layer that is used twice, checkpoint with "
+            "use_reentrant=False",
+        )
 
     def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
         """Return the buffer that a parameter's gradient is put into."""
