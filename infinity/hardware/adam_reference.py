@@ -29,11 +29,9 @@ from .cpu_adam import (
     Segment,
     _bad_segment,
     _check,
-    _check_disjoint,
+    _check_update,
     _derive,
     _rule_of,
-    _state,
-    _wrong,
     codes_and_scales,
 )
 
@@ -60,12 +58,8 @@ def reference_segments(
     segments: Sequence[Segment],
 ) -> None:
     """`update_segments` in plain torch, for tensors of any one device: the same bits."""
-    named = _state(master, moments, grad, out)
-    for name, tensor in named:
-        if tensor.device != master.device:
-            raise _wrong(f"{name} is on another device", master.device, tensor.device, "move it there")
-    _check_disjoint(named)
-    if (rule := _rule_of(segments, *codes_and_scales(moments))) is None:
+    kept, scales = _check_update(master, moments, grad, out, master.device)
+    if (rule := _rule_of(segments, kept, scales)) is None:
         return
     form = moments[0].dtype if moments else torch.float32
     runs: list[_Run] = []  # neighbours with equal scalars are one, where nothing else counts
@@ -82,7 +76,7 @@ def reference_segments(
             start = runs.pop().first
         runs.append(_Run(start, end, scalars, segment.first, segment.key))
     if master.dtype is torch.int16:
-        assert out is not None, "`_state` has checked it"
+        assert out is not None, "`_check_update` has checked it"
         for run in runs:
             _in_halves(rule, master, out, moments, grad, run)
         return
@@ -388,7 +382,7 @@ def _sums_of_squares(
 ) -> list[npt.NDArray[np.float64]]:
     tensors = [tensor for tensor, _ in parts]
     for tensor in tensors:
-        _check("tensor", tensor, tuple(_CODES))
+        _check((("tensor", tensor, _CODES, None),), tensor.device)
     each = [(pieces or Pieces(tensor.numel())).places for tensor, pieces in parts]
     counts = [len(pieces) for pieces in each]
     found = np.empty(sum(counts))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import operator
 import os
 import struct
@@ -41,6 +40,7 @@ ISAS: Final = ("scalar", "avx2", "avx512", "neon", "sve256", "sve512")
 Scalars: TypeAlias = tuple[float, float, float, float, float, float, float, float, float, bool]
 _CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE: Final = 3
+_FLOATS: Final = (torch.float32,)
 _MASTERS: Final = (torch.float32, torch.int16)
 _MOMENT_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 4}
 _DTYPE: Final = operator.attrgetter("dtype")
@@ -203,26 +203,7 @@ def update_segments(
             is outside the chunk or out of order; segments of several rules; moments that are not those of the
             rule.
     """
-    kept, scales = codes_and_scales(moments)
-    form = kept[0].dtype if kept else torch.float32
-    numel = master.numel() if isinstance(master, torch.Tensor) else -1
-    checks: list[_Check] = [(master, _MASTERS, numel), (grad, _CODES, numel)]
-    checks += zip(kept, itertools.repeat((form,)), itertools.repeat(numel), strict=False)
-    checks += zip(
-        scales, itertools.repeat(_MASTERS[:1]), itertools.repeat(-(-numel // MOMENT_BLOCK)), strict=False
-    )
-    if out is not None:
-        checks.append((out, _CODES, numel))
-    whole = len(scales) == len(kept) * (form is torch.uint8) and form in _MOMENT_CODES
-    split = numel >= 0 and master.dtype is torch.int16
-    if not (whole and _fit(checks) and (not split or (out is not None and out.dtype is torch.bfloat16))):
-        named = _state(master, moments, grad, out)
-        for name, tensor in named:
-            if not tensor.is_cpu:
-                raise _wrong(
-                    f"{name} is not on the CPU", "cpu", tensor.device, "use reference_segments there"
-                )
-        _check_disjoint(named)
+    kept, scales = _check_update(master, moments, grad, out)
     if (rule := _rule_of(segments, kept, scales)) is None:
         return
     first, second = (*map(torch.Tensor.data_ptr, kept), 0, 0)[:2]
@@ -231,17 +212,17 @@ def update_segments(
         _native.update(
             rule,
             master.data_ptr(),
-            split,
+            master.dtype is torch.int16,
             first,
             second,
             first_scales,
             second_scales,
-            _MOMENT_CODES[form],
+            _MOMENT_CODES[kept[0].dtype] if kept else 0,
             grad.data_ptr(),
             _CODES[grad.dtype],
             0 if out is None else out.data_ptr(),
             _NONE if out is None else _CODES[out.dtype],
-            numel,
+            master.numel(),
             _pack(segments),
         )
     except ValueError as error:
@@ -332,9 +313,8 @@ def sum_of_squares(tensor: torch.Tensor, pieces: Pieces | None = None) -> npt.ND
     Raises:
         ParameterError: a wrong device, dtype or layout, or pieces of another tensor.
     """
-    if pieces is None or not _fit(((tensor, _CODES, pieces.numel),)):
-        _check("tensor", tensor, tuple(_CODES), numel=None if pieces is None else pieces.numel, cpu=True)
-        pieces = pieces or Pieces(tensor.numel())
+    _check((("tensor", tensor, _CODES, None if pieces is None else pieces.numel),))
+    pieces = pieces or Pieces(tensor.numel())
     sums = np.empty(len(pieces.places), dtype=np.float64)
     address = sums.__array_interface__["data"][0]
     _native.sum_of_squares(
@@ -353,9 +333,7 @@ def accumulate(target: torch.Tensor, source: torch.Tensor) -> None:
     Raises:
         ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
     """
-    numel = target.numel()
-    if not _fit(((target, _MASTERS[:1], numel), (source, _CODES, numel))):
-        _check_pair(target, source, _MASTERS[:1])
+    _check((("target", target, _FLOATS, None), ("source", source, _CODES, target.numel())))
     _native.accumulate(target.data_ptr(), source.data_ptr(), _CODES[source.dtype], target.numel())
 
 
@@ -370,9 +348,7 @@ def convert(target: torch.Tensor, source: torch.Tensor) -> None:
     Raises:
         ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
     """
-    numel = target.numel()
-    if not _fit(((target, _CODES, numel), (source, _CODES, numel))):
-        _check_pair(target, source, tuple(_CODES))
+    _check((("target", target, _CODES, None), ("source", source, _CODES, target.numel())))
     if target.dtype is source.dtype:
         _native.copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
@@ -397,103 +373,66 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
 
 # ---- checks ----
 
-_Named = Sequence[tuple[str, torch.Tensor]]
-#: A tensor, the dtypes that it may have, and its length.
-_Check: TypeAlias = tuple[torch.Tensor, Collection[torch.dtype], int]
+#: A tensor with its name, the dtypes that it may have, and its length; None: any.
+_Check: TypeAlias = tuple[str, torch.Tensor, Collection[torch.dtype], int | None]
 
 
-def _fit(checks: Iterable[_Check]) -> bool:
-    """Return whether tensors on the CPU are flat and contiguous, as they must be, and do not overlap. In one
-    call, because each chunk makes it; where it is false, the checks below say what is wrong."""
+def _check(checks: Iterable[_Check], device: torch.device | None = None) -> None:
+    """Raise `ParameterError` unless tensors are flat, as they must be, on `device` (None: the CPU), and apart
+    from each other. One call for all of them: each chunk of each step makes it."""
     ranges = []
-    for tensor, dtypes, numel in checks:
-        if not (
-            isinstance(tensor, torch.Tensor)
-            and tensor.is_cpu
-            and tensor.dtype in dtypes
-            and tensor.layout is torch.strided
-            and tensor.dim() == 1
-            and tensor.is_contiguous()
-            and tensor.numel() == numel
-        ):
-            return False
-        if numel:
-            ranges.append((tensor.data_ptr(), tensor.nbytes))
+    for name, tensor, dtypes, numel in checks:
+        if not isinstance(tensor, torch.Tensor):
+            raise _wrong(f"{name} is not a tensor", "a torch.Tensor", type(tensor).__name__, "pass a tensor")
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise _wrong(f"{name} has a wrong dtype", wanted, tensor.dtype, f"convert {name}")
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.layout is not torch.strided:
+            found = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
+            raise _wrong(f"{name} is not flat and contiguous", "a contiguous 1-D tensor", found, "flatten it")
+        if numel is not None and tensor.numel() != numel:
+            raise _wrong(f"{name} has a wrong length", f"{numel} elements", tensor.numel(), f"cut {name}")
+        if not tensor.is_cpu if device is None else tensor.device != device:
+            raise _wrong(f"{name} is on another device", device or "cpu", tensor.device, "move it there")
+        if nbytes := tensor.nbytes:
+            ranges.append((tensor.data_ptr(), nbytes, name))
     ranges.sort()
-    last = 0
-    for begin, nbytes in ranges:
-        if begin < last:
-            return False
-        last = begin + nbytes
-    return True
+    end, before = 0, ""
+    for begin, nbytes, name in ranges:
+        if begin < end:
+            found = f"{end - begin} bytes in common"
+            raise _wrong(f"{before} and {name} overlap", "memory apart", found, "give each its own memory")
+        end, before = begin + nbytes, name
 
 
-def _check_pair(target: torch.Tensor, source: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    _check("target", target, dtypes, cpu=True)
-    _check("source", source, tuple(_CODES), numel=target.numel(), cpu=True)
-    _check_disjoint((("target", target), ("source", source)))
-
-
-def _state(
-    master: torch.Tensor, moments: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None
-) -> _Named:
-    _check("master", master, (torch.float32, torch.int16))
-    numel = master.numel()
-    named = [("master", master)]
+def _check_update(
+    master: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    device: torch.device | None = None,
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Check what an update works on, and return its `codes_and_scales`."""
+    kept, scales = codes_and_scales(moments)
+    numel = master.numel() if isinstance(master, torch.Tensor) else 0
+    checks: list[_Check] = [("master", master, _MASTERS, numel), ("grad", grad, _CODES, numel)]
+    kinds: Collection[torch.dtype] = _MOMENT_CODES
+    for moment in kept:
+        checks.append(("exp_avg_sq" if len(checks) > 2 else "exp_avg", moment, kinds, numel))
+        kinds = (kept[0].dtype,)
+    for scale in scales:
+        checks.append(("the scales of a moment", scale, _FLOATS, -(-numel // MOMENT_BLOCK)))
+    if out is not None:
+        checks.append(("out", out, _CODES, numel))
+    _check(checks, device)
     if master.dtype is torch.int16 and (out is None or out.dtype is not torch.bfloat16):
         found = "no out" if out is None else str(out.dtype)
         raise _wrong("a split master has no upper halves", "out in bfloat16", found, "pass the bf16 copy")
-    kept, scales = codes_and_scales(moments)
-    for number, moment in enumerate(kept):
-        name = "exp_avg" if number == 0 else "exp_avg_sq"
-        kinds = tuple(_MOMENT_CODES) if number == 0 else (kept[0].dtype,)
-        _check(name, moment, kinds, numel=numel)
-        named.append((name, moment))
-    if len(scales) != len(kept) * (bool(kept) and kept[0].dtype is torch.uint8):
+    if len(scales) != (len(kept) if kept and kept[0].dtype is torch.uint8 else 0):
         found = f"{len(kept)} moments and {len(scales)} scales"
-        raise _wrong(
-            "each moment in 8 bits has scales", "codes of all, then scales of all", found, "pass both"
-        )
-    for number, scale in enumerate(scales):
-        name = f"the scales of moment {number}"
-        _check(name, scale, (torch.float32,), numel=-(-numel // MOMENT_BLOCK))
-        named.append((name, scale))
-    _check("grad", grad, tuple(_CODES), numel=numel)
-    named.append(("grad", grad))
-    if out is not None:
-        _check("out", out, tuple(_CODES), numel=numel)
-        named.append(("out", out))
-    return named
-
-
-def _check(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    *,
-    numel: int | None = None,
-    cpu: bool = False,
-) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise _wrong(f"{name} is not a tensor", "a torch.Tensor", type(tensor).__name__, "pass a tensor")
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise _wrong(f"{name} has a wrong dtype", wanted, tensor.dtype, f"convert {name}")
-    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.layout is not torch.strided:
-        found = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
-        raise _wrong(f"{name} is not flat and contiguous", "a contiguous 1-D tensor", found, "flatten it")
-    if numel is not None and tensor.numel() != numel:
-        raise _wrong(f"{name} has a wrong length", f"{numel} elements", tensor.numel(), f"cut {name}")
-    if cpu and not tensor.is_cpu:
-        raise _wrong(f"{name} is not on the CPU", "cpu", tensor.device, f"copy {name} to the CPU")
-
-
-def _check_disjoint(named: _Named) -> None:
-    ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in named if t.numel())
-    for (_, end, first), (start, _, second) in itertools.pairwise(ranges):
-        if start < end:
-            found = f"{end - start} bytes in common"
-            raise _wrong(f"{first} and {second} overlap", "memory apart", found, "give each its own memory")
+        cure = "pass both"
+        raise _wrong("each moment in 8 bits has scales", "codes of all, then scales of all", found, cure)
+    return kept, scales
 
 
 def _pack(segments: Sequence[Segment]) -> bytes:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from infinity.hardware.aio import DirectFile, Priority, Ring, RingSettings, open_ring
+from infinity.hardware.aio import DirectFile, Ring, RingSettings, open_ring
 from infinity.planning.in_place import InPlace, Range, in_place
 from infinity.planning.partition import UnitLayout
 
 from .layout import Extent
 from .pinned import Lease
-from .transfer import Piece, Transfer, TransferOwner, check_room
+from .transfer import SlotState, check_room
 from .weights import Weights
 
 
@@ -31,7 +31,7 @@ class Files:
         self.files = tuple(files)
         self.places = places
         self.folder = os.path.dirname(os.path.abspath(files[0].path))
-        self._first: dict[tuple[int, int], int] = {}  # CRC32C of each chunk's windows, as first read
+        self._windows: dict[int, list[SlotState]] = {}  # by chunk; the first read of each says what it holds
 
     def open_ring(self, settings: RingSettings) -> Ring:
         """Return a ring for them. Nothing is made in their directory."""
@@ -40,27 +40,25 @@ class Files:
             ring.register_file(file)
         return ring
 
-    def transfers(
-        self, chunk: int, lease: Lease, offset: int, priority: Priority, order: TransferOwner, directory: int
-    ) -> list[Transfer]:
-        """Return the reads of a chunk's copy into `lease` from byte `offset` on, not begun. `directory`: the
-        number that their extents get."""
+    def windows(self, chunk: int, lease: Lease, offset: int, directory: int) -> list[tuple[SlotState, int]]:
+        """Return what a chunk's copy is read from into `lease` from byte `offset` on, and where each window
+        goes. `directory`: the number that their extents get."""
         place = self.places[chunk]
         check_room(lease, offset, place.lease_nbytes)
-        return [
-            Transfer(
-                is_write=False,
-                piece=Piece(chunk, "copy", 0, range(number, number + 1), [window.nbytes]),
-                extent=Extent(directory, window.offset, window.nbytes),
-                file=self.files[window.file],
-                lease=lease,
-                offset=offset + window.at,
-                priority=priority,
-                order=order,
-                first=self._first,
-            )
-            for number, window in enumerate(place.windows)
-        ]
+        if chunk not in self._windows:
+            self._windows[chunk] = [
+                SlotState(
+                    chunk,
+                    "copy",
+                    (w.nbytes,),
+                    Extent(directory, w.offset, w.nbytes),
+                    (None,),
+                    self.files[w.file],
+                )
+                for w in place.windows
+            ]
+        found = zip(self._windows[chunk], place.windows, strict=True)
+        return [(window, offset + spec.at) for window, spec in found]
 
 
 def find_places(layouts: Sequence[UnitLayout], weights: Weights) -> Files | None:

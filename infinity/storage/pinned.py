@@ -101,16 +101,16 @@ class Lease:
 
     `address` is where the CPU finds the bytes, `io_address` where the kernel does; both are
     multiples of 4096. `nbytes` is what was asked for; `room` is what the buffer holds, to the next
-    multiple of 4096, so that a transfer may be padded.
+    multiple of 4096, so that a transfer may be padded. `released`: this handle was given up.
     """
 
-    __slots__ = ("_buffer", "_pool", "_released", "address", "io_address", "nbytes", "room")
+    __slots__ = ("_buffer", "_pool", "address", "io_address", "nbytes", "released", "room")
 
     def __init__(self, pool: PinnedPool, buffer: _Buffer, nbytes: int) -> None:
         offset = buffer.index * buffer.quota.stride
         self._pool = pool
         self._buffer = buffer
-        self._released = False
+        self.released = False
         self.address = buffer.mapping.address + offset
         self.io_address = buffer.mapping.io_address + offset
         self.nbytes = nbytes
@@ -125,8 +125,9 @@ class Lease:
             ClosedError: the lease was released, or belongs to another process.
             ValueError: the range does not lie within the lease.
         """
-        self._pool._check_process()
-        if self._released:
+        if self._pool._pid != os.getpid():
+            self._pool._check_process()
+        if self.released:
             raise ClosedError("this lease was released", cure="hold it, or `retain` it, while you use it")
         if numel is None:
             numel = (self.nbytes - offset) // dtype.itemsize
@@ -136,16 +137,12 @@ class Lease:
         base = self._buffer.index * self._buffer.quota.stride
         return self._buffer.mapping.tensor(base + offset, nbytes, dtype)
 
-    @property
-    def released(self) -> bool:
-        """Whether this handle was given up."""
-        return self._released
-
     def retain(self) -> Lease:
         """Return a handle for a second user; the buffer goes home after the last `release`."""
-        self._pool._check_process()
+        if self._pool._pid != os.getpid():
+            self._pool._check_process()
         with self._pool._lock:
-            if self._released:
+            if self.released:
                 raise ClosedError("this lease was released", cure="`retain` it before you release it")
             lease = Lease(self._pool, self._buffer, self.nbytes)
             self._buffer.users += 1  # not before: where there is no memory for it, nobody would release it
@@ -157,16 +154,23 @@ class Lease:
         if pool._pid != os.getpid():  # in a child the lock may be held, for good
             return
         with pool._lock:
-            if self._released:
+            if self.released:
                 return
             if after is not None:
                 buffer.after += (after,)
+            quota = buffer.quota
             if buffer.users == 1 and not buffer.lost:
-                buffer.quota.late.append(buffer)
-            self._released = True
+                quota.late.append(buffer)
+            self.released = True
             buffer.users -= 1
-            with contextlib.suppress(MemoryError):  # it stays among the late ones
-                buffer.quota.take_returned()
+            if buffer.users or buffer.lost:
+                return
+            if buffer.after or quota.returned or len(quota.late) > 1:
+                with contextlib.suppress(MemoryError):  # it stays among the late ones
+                    quota.take_returned()
+            else:
+                quota.free.append(quota.late.pop().index)
+                quota.in_use -= 1
         pool._home.ring()
 
     def quarantine(self) -> None:
@@ -309,7 +313,8 @@ class PinnedPool:
             BudgetError: no buffer of the quota is so large, or there is no such quota.
             ClosedError: the pool was closed, or belongs to another process.
         """
-        self._check_process()
+        if self._pid != os.getpid():
+            self._check_process()
         share = self._quota(quota, nbytes)
         with self._lock:
             lease = self._take(share, nbytes)
@@ -425,7 +430,8 @@ class PinnedPool:
                 found=f"{quota.quarantined} in quarantine, after transfers that never completed",
                 cure="replace the drive that does not answer, then start again",
             )
-        quota.take_returned()
+        if quota.returned or quota.late:
+            quota.take_returned()
         if not quota.free:
             return None
         lease = Lease(self, _Buffer(quota, quota.mapping, quota.free[-1]), nbytes)

@@ -12,10 +12,19 @@ from typing import TypeAlias
 
 import torch
 
-from infinity.core.errors import OF_A_FORK, ClosedError, DeadlineError, InfinityError, StorageError
+from infinity.core.errors import ClosedError, DeadlineError, StorageError
 from infinity.core.sizes import ALIGNMENT, Tier, ceil_to
 from infinity.core.spans import Recorder
-from infinity.hardware.aio import USUAL, Priority, Ring, RingSettings, RingStats, open_ring
+from infinity.hardware.aio import (
+    USUAL,
+    Priority,
+    Ring,
+    RingSettings,
+    RingStats,
+    crc32c,
+    crc32c_zeros,
+    open_ring,
+)
 from infinity.hardware.tuned import bandwidths
 from infinity.planning.parts import Part
 
@@ -24,10 +33,8 @@ from .in_place import Files
 from .interrupt import LEAST, asked_apart, give_up_on_interrupt
 from .layout import DirectoryStats, Extent, Layout
 from .memory import HostMemory, Pins
-from .order import Order
 from .pinned import Lease, PinnedPool
-from .table import ChunkTable
-from .transfer import Piece, Reads, Transfer, check_room, copy_error, crcs_of, with_transfer
+from .transfer import Order, Reads, SlotState, Transfer, check_room, copy_error
 from .versions import FIRST, Slot, Version, Versions
 
 __all__ = ["FIRST", "DirectoryStats", "Part", "Reads", "Slot", "Store", "Transfer", "Version"]
@@ -78,9 +85,10 @@ class Store:
         if weights is None and len(directories) > 1:
             weights = bandwidths(directories)
         self.layout = Layout(chunks, len(directories), weights=weights)
-        self.table = ChunkTable(self.layout)
         self.versions = Versions(self.layout.chunks)
-        self._order = Order(self._start, recorder or Recorder())
+        self._order = Order(self._start, self._path_of, recorder or Recorder())
+        self._slots: dict[tuple[int, str, int], SlotState] = {}  # those that were used
+        self._zeros: dict[int, int] = {}  # CRC32C of so many zeros
         self._pool = pool
         self._pid = os.getpid()
         self._closed = False
@@ -204,26 +212,30 @@ class Store:
             StorageError: it is on the device; or the error of an earlier transfer.
             ValueError: the range does not fit the lease or the part, or the part has no such version.
         """
-        self.check()
-        spec = self.spec(chunk, part)
+        self._check()
+        spec = self.layout.chunks[chunk][part]
+        order = self._order
         if spec.in_place and self._files is not None:
-            number = len(self._arenas)
-            reads = self._files.transfers(chunk, lease, offset, priority, self._order, number)
-            with self._order.lock:
+            windows = self._files.windows(chunk, lease, offset, len(self._arenas))
+            with order.lock:
+                reads = [
+                    Transfer(order, w, 0, w.sections, w.extent, lease, at, priority) for w, at in windows
+                ]
                 for read in reads:
-                    self._order.submit(read)
+                    order.submit(read)
             return Reads(reads)
-        chosen = spec.choose(sections)
-        with self._order.lock:
-            slot = self.versions.slot(chunk, part, version)
-            sizes = spec.clamp(chosen, self.table.length(chunk, part, slot))
-            piece = Piece(chunk, part, slot, chosen, sizes)
-            transfer = self._transfer(False, piece, lease, offset, priority)
+        chosen = None if sections is None else spec.choose(sections)
+        with order.lock:
+            number = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
+            slot = self._slot(chunk, part, number)
+            sizes = slot.sections
+            if chosen is not None or slot.length != spec.nbytes:
+                sizes = spec.clamp(spec.choose(sections), slot.length)
+            transfer = self._transfer(slot, spec.tiers[number], chosen, sizes, lease, offset, priority)
             if not transfer.finished:
-                transfer.crcs = self.table.crcs(chunk, part, slot, chosen)
-                self._order.submit(transfer)
-        if spec.tiers[slot] is Tier.HOST:
-            source = self._host_bytes(chunk, part, slot, chosen, transfer.nbytes)
+                order.submit(transfer)
+        if spec.tiers[number] is Tier.HOST:
+            source = self._host_bytes(chunk, part, number, chosen, transfer.nbytes)
             lease.tensor(torch.uint8, offset, transfer.nbytes).copy_(source)
         return transfer
 
@@ -253,43 +265,41 @@ class Store:
             StorageError: the version is on the device; or the error of an earlier transfer.
             ValueError: the range does not fit the lease or the part, or the part has no such version.
         """
-        self.check()
-        spec = self.spec(chunk, part)
-        chosen = spec.choose(sections)
-        sizes = list(spec.sections[chosen.start : chosen.stop])
+        self._check()
+        spec = self.layout.chunks[chunk][part]
+        chosen, sizes = None, spec.sections
+        if sections is not None:
+            chosen = spec.choose(sections)
+            sizes = sizes[chosen.start : chosen.stop]
         if nbytes is not None and nbytes != sum(sizes):
             if sections is not None or not 0 <= nbytes < spec.nbytes:
                 raise ValueError(f"{nbytes} of {sum(sizes)} bytes of part {part!r} cannot be written")
-            sizes = spec.clamp(chosen, nbytes)
-        slot = self.versions.slot(chunk, part, version)
-        if sections is not None and self.table.length(chunk, part, slot) != spec.nbytes:
+            sizes = tuple(spec.clamp(spec.choose(None), nbytes))
+        number = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
+        tier = spec.tiers[number]
+        slot = self._slot(chunk, part, number)
+        if chosen is not None and slot.length != spec.nbytes:
             raise ValueError(f"sections of part {part!r}, which does not hold all of its bytes")
         check_room(lease, offset, sum(sizes))
-        if spec.tiers[slot] is Tier.HOST:
-            target = self._host_bytes(chunk, part, slot, chosen, sum(sizes))
+        if tier is Tier.HOST:
+            target = self._host_bytes(chunk, part, number, chosen, sum(sizes))
             target.copy_(lease.tensor(torch.uint8, offset, sum(sizes)))
         elif crcs is None:
-            crcs = crcs_of(lease.io_address + offset, sizes)
+            crcs, address = [], lease.io_address + offset
+            for size in sizes:
+                crcs.append(crc32c(address, size))
+                address += size
         elif len(crcs) != len(sizes):
             raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
         with self._order.lock:
-            piece = Piece(chunk, part, slot, chosen, sizes)
-            transfer = self._transfer(True, piece, lease, offset, priority)
-            on_nvme = spec.tiers[slot] is Tier.NVME
-            length = self.table.length(chunk, part, slot)
-            before = self.table.crcs(chunk, part, slot, chosen) if on_nvme else ()
-            try:
-                if sections is None:
-                    self.table.set_length(chunk, part, slot, sum(sizes))
-                if on_nvme:
-                    self.table.set_crcs(chunk, part, slot, chosen, crcs or ())
-                if not transfer.finished:
-                    self._order.submit(transfer)
-            except MemoryError:  # nothing is written
-                self.table.set_length(chunk, part, slot, length)
-                if on_nvme:
-                    self.table.set_crcs(chunk, part, slot, chosen, before)
-                raise
+            transfer = self._transfer(slot, tier, chosen, sizes, lease, offset, priority, is_write=True)
+            if chosen is None:
+                slot.length = transfer.nbytes
+            if crcs is not None:
+                first = chosen.start if chosen is not None else 0
+                slot.crcs[first : first + len(sizes)] = crcs
+            if not transfer.finished:
+                self._order.submit(transfer)
         return transfer
 
     # ------------------------------------------------------------------ the end of things
@@ -302,14 +312,14 @@ class Store:
             StorageError: the first error of a transfer.
             ClosedError: the store was closed, or belongs to another process.
         """
-        if self._pid != os.getpid():
-            raise ClosedError(
-                "the store belongs to the process that created it",
-                found=f"process {os.getpid()}, a child of {self._pid}",
-                cure=OF_A_FORK,
-            )
-        self._order.sweep()
-        failed = self._order.failed
+        self._check(sweep=True)
+
+    def _check(self, *, sweep: bool = False) -> None:
+        order = self._order
+        order.check_process()
+        if sweep or order.has_waiting:
+            order.sweep()
+        failed = order.failed
         if failed is not None and failed.error is not None:
             failed.seen = True
             raise copy_error(failed.error)
@@ -325,7 +335,7 @@ class Store:
         self.check()
         while writes := self._order.pending(writes=True):
             for transfer in writes:
-                transfer.complete(None)
+                transfer.complete()
         self.check()
 
     def stats(self) -> tuple[DirectoryStats, ...]:
@@ -353,7 +363,7 @@ class Store:
         try:
             while pending := self._order.pending():
                 for transfer in pending:
-                    transfer.complete(None)
+                    transfer.complete()
         finally:
             self._release_all()
         failed = self._order.failed
@@ -397,56 +407,74 @@ class Store:
 
     # ------------------------------------------------------------------ inside
 
+    def _slot(self, chunk: int, part: str, number: int) -> SlotState:
+        """Return what a slot holds, and what is under way for it."""
+        slot = self._slots.get((chunk, part, number))
+        if slot is None:
+            spec, crcs, extent = self.spec(chunk, part), [0] * len(self.spec(chunk, part).sections), None
+            if spec.tiers[number] is Tier.NVME:
+                for size in {*spec.sections} - self._zeros.keys():
+                    self._zeros[size] = crc32c_zeros(size)
+                crcs = [self._zeros[size] for size in spec.sections]
+                extent = self.layout.extent(chunk, part, number)
+            with self._order.lock:
+                made = SlotState(chunk, part, spec.sections, extent, crcs)
+                slot = self._slots.setdefault((chunk, part, number), made)
+        return slot
+
     def _transfer(
-        self, is_write: bool, piece: Piece, lease: Lease, offset: int, priority: Priority
+        self,
+        slot: SlotState,
+        tier: Tier,
+        sections: range | None,
+        sizes: Sequence[int],
+        lease: Lease,
+        offset: int,
+        priority: Priority,
+        *,
+        is_write: bool = False,
     ) -> Transfer:
         """Return a transfer; it is finished already if there is nothing to move to or from NVMe."""
-        chunk, part, slot, sections, sizes = piece
         nbytes = ceil_to(sum(sizes), ALIGNMENT)
         check_room(lease, offset, nbytes)
-        tier = self.spec(chunk, part).tiers[slot]
         if tier is Tier.DEVICE:
             raise StorageError(
-                f"part {part!r} of chunk {chunk} cannot be transferred",
+                f"part {slot.part!r} of chunk {slot.chunk} cannot be transferred",
                 expected="a version on the host tier or on NVMe",
                 found="a version on the device, whose bytes the store does not have",
             )
-        if tier is Tier.NVME:
-            extent = self.layout.extent(chunk, part, slot, sections)._replace(nbytes=nbytes)
-            file = self._arenas[extent.directory].file
-        else:
-            extent, file = Extent(-1, 0, nbytes), None
-        return Transfer(
-            is_write=is_write,
-            piece=piece,
-            extent=extent,
-            file=file,
-            lease=lease,
-            offset=offset,
-            priority=priority,
-            order=self._order,
-        )
+        first, extent = 0 if sections is None else sections.start, slot.extent
+        if extent is not None and nbytes != extent.nbytes:
+            begin = extent.offset + sum(slot.sections[:first])
+            extent = Extent(extent.directory, begin, nbytes) if nbytes else None
+        return Transfer(self._order, slot, first, sizes, extent, lease, offset, priority, is_write=is_write)
 
-    def _host_bytes(self, chunk: int, part: str, slot: int, sections: range, nbytes: int) -> torch.Tensor:
-        begin = sum(self.spec(chunk, part).sections[: sections.start])
+    def _host_bytes(
+        self, chunk: int, part: str, slot: int, sections: range | None, nbytes: int
+    ) -> torch.Tensor:
+        begin = 0 if sections is None else sum(self.spec(chunk, part).sections[: sections.start])
         return self._placed[chunk, part, slot][()][begin : begin + nbytes]
 
-    def _start(self, transfer: Transfer) -> InfinityError | None:
-        """Give a transfer to its ring; return the error if the ring refuses it."""
+    def _start(self, transfer: Transfer) -> None:
+        """Give a transfer to its ring.
+
+        Raises:
+            InfinityError: the ring refuses it.
+        """
+        assert transfer.extent is not None
         directory, offset, nbytes = transfer.extent
-        ring = self._rings[directory]
+        ring, file = self._rings[directory], transfer.slot.file or self._arenas[directory].file
         call = ring.write if transfer.is_write else ring.read
         address = transfer.lease.io_address + transfer.offset
-        assert transfer.file is not None
-        transfer.sent = True
-        try:
-            transfer.ticket = call(transfer.file, offset, address, nbytes, priority=transfer.priority)
-        except InfinityError as error:
-            return with_transfer(error, transfer)
+        transfer.ticket = call(file, offset, address, nbytes, priority=transfer.priority)
         moved = self._moved[directory]
         moved[transfer.is_write] += nbytes
         moved[2 + transfer.is_write] += 1
-        return None
+
+    def _path_of(self, transfer: Transfer) -> str:
+        if transfer.extent is None:
+            return ""
+        return (transfer.slot.file or self._arenas[transfer.extent.directory].file).path
 
     def _release_all(self) -> None:
         self._placed.clear()  # the memory goes with its tensors, and not when a collector finds the store

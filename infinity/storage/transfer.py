@@ -1,4 +1,14 @@
-"""One read or write of the store, from the call that began it to its end.
+"""The slots of the store, and the reads and writes of them: their order, their checks, their ends.
+
+[Note: the order of transfers] The I/O engine promises no order between tickets; this file does.
+Each slot has at most one running write; a later write begins when it is complete, and when no read of
+the slot is pending. A read of a slot with a pending write begins after that write. No call
+waits for this order: such a transfer begins when the last one before it is complete.
+
+[Note: every read is checked] For each slot there is its length and one CRC32C per section, in memory, and
+nothing in the payload. So transfers stay aligned, and a write that was lost, torn, stale or misdirected shows
+as a mismatch at the next read. A fresh arena reads as zeros, so a slot begins with the CRCs of zeros, and the
+engine need not write anything first.
 
 No thread exists only to wait for transfers. The first caller that notices the end of a transfer completes it:
 its own `wait`, a later call of the store, or a thread that waits for the pool and so for the leases of
@@ -7,51 +17,64 @@ transfers.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import os
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
-from infinity.core.errors import ClosedError, CorruptionError, DeadlineError, InfinityError, StorageError
+from infinity.core import waiting
+from infinity.core.errors import (
+    OF_A_FORK,
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    InfinityError,
+    StorageError,
+)
+from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT
 from infinity.core.spans import Recorder, now
-from infinity.core.waiting import POLL, Bell
+from infinity.core.waiting import POLL
 from infinity.hardware.aio import DirectFile, Priority, Ticket, crc32c
 
 from .layout import Extent
 from .pinned import Lease
 
-
-class TransferOwner(Protocol):
-    """What decides when transfers begin; see [Note: the order of transfers]."""
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Guards `Transfer.waits_for` and `Transfer.waited_by`."""
-
-    @property
-    def recorder(self) -> Recorder:
-        """Is told of what is complete."""
-
-    def begin(self, transfer: Transfer) -> None:
-        """Begin a transfer that is `free`; the caller holds the lock."""
-
-    def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
-        """See to the end of a transfer whose ticket is complete; can be made again after a MemoryError."""
-
-    def sweep(self) -> None:
-        """See to the end of what is complete, and so begin what waited for it."""
+#: Gives a transfer to its ring, which may refuse it.
+Start: TypeAlias = "Callable[[Transfer], None]"
 
 
-class Piece(NamedTuple):
-    """Neighbouring sections of one slot of a part of a chunk. `sizes`: valid bytes of each of `sections`."""
+class SlotState:
+    """What one slot holds, or one window of a file that is not ours, and what is under way for it.
 
-    chunk: int
-    part: str
-    slot: int
-    sections: range
-    sizes: Sequence[int]
+    Attributes:
+        chunk, part: whose it is.
+        extent: where it lies; None: not on NVMe.
+        file: that it is in, if that is not ours; None: an arena.
+        sections: bytes of each section.
+        length: bytes that it holds: all of the part's, or fewer where fewer were written.
+        crcs: of each section; None: the first read says.
+        write, reads: what is pending: the last write, and the reads.
+    """
+
+    __slots__ = ("chunk", "crcs", "extent", "file", "length", "part", "reads", "sections", "write")
+
+    def __init__(
+        self,
+        chunk: int,
+        part: str,
+        sections: Sequence[int],
+        extent: Extent | None,
+        crcs: Sequence[int | None],
+        file: DirectFile | None = None,
+    ) -> None:
+        self.chunk, self.part, self.sections, self.extent, self.file = chunk, part, sections, extent, file
+        self.crcs = [*crcs]
+        self.length = sum(sections)
+        self.write: Transfer | None = None
+        self.reads: set[Transfer] = set()
 
 
 class Transfer:
@@ -61,73 +84,47 @@ class Transfer:
     does not touch the bytes, until `wait` has returned.
 
     Args:
-        piece: what is moved.
-        extent, file: from where, or where to; no file: there is nothing to move, and it is finished.
+        slot: what is moved to or from.
+        first, sizes: of neighbouring sections, the index of the first, and the valid bytes of each.
+        extent: of the file; None: there is nothing to move, and it is finished.
         lease, offset: where in memory.
-        first: of a file that is not ours: CRCs as first read, by chunk and section.
 
     Attributes:
         nbytes: valid bytes that are moved; on the way they are padded to a multiple of 4096.
-        waits_for: transfers that must be finished before this one may begin (the store's lock); none when it
-            has begun.
+        waits_for: transfers that must be finished before this one may begin (the store's lock).
         waited_by: those that wait for this one.
-        sent: whether its ring was asked to begin.
     """
 
     __slots__ = (
-        "_freed",
-        "_order",
-        "_reaper",
-        "crcs",
-        "error",
-        "extent",
-        "file",
-        "finished",
-        "first",
-        "is_write",
-        "lease",
-        "nbytes",
-        "offset",
-        "piece",
-        "priority",
-        "seen",
-        "sent",
-        "ticket",
-        "waited_by",
-        "waits_for",
+        *("_busy", "_crcs", "_first", "_order", "error", "extent", "finished", "is_write", "lease", "nbytes"),
+        *("offset", "priority", "seen", "sizes", "slot", "ticket", "waited_by", "waits_for"),
     )
 
     def __init__(
         self,
-        *,
-        is_write: bool,
-        piece: Piece,
-        extent: Extent,
-        file: DirectFile | None,
+        order: Order,
+        slot: SlotState,
+        first: int,
+        sizes: Sequence[int],
+        extent: Extent | None,
         lease: Lease,
         offset: int,
         priority: Priority,
-        order: TransferOwner,
-        first: dict[tuple[int, int], int] | None = None,
+        *,
+        is_write: bool = False,
     ) -> None:
-        self.is_write = is_write
-        self.piece = piece
-        self.nbytes = sum(piece.sizes)
-        self.crcs: Sequence[int] = ()  # of each section, as it must be when it was read
-        self.extent = extent
-        self.file = file
-        self.first = first
-        self.lease = lease
-        self.offset = offset
-        self.priority = priority
         self._order = order
-        self._reaper: dict[str, object] = {}  # "": the one that completes it
-        self._freed = Bell()
-        self.sent = False
+        self.slot, self._first, self.sizes = slot, first, sizes
+        self._crcs = slot.crcs[first : first + len(sizes)]  # as those of a read must be
+        self.nbytes = sum(sizes)
+        self.extent = extent
+        self.lease, self.offset = lease, offset
+        self.priority, self.is_write = priority, is_write
+        self._busy = _thread.allocate_lock()  # of who completes it
         self.ticket: Ticket | None = None
         self.waits_for: set[Transfer] = set()
         self.waited_by: list[Transfer] = []
-        self.finished = file is None or extent.nbytes == 0
+        self.finished = extent is None
         self.error: InfinityError | None = None
         self.seen = False  # whether somebody was told of the error
 
@@ -138,13 +135,7 @@ class Transfer:
     @property
     def name(self) -> str:
         """What it is, for messages."""
-        chunk, part = self.piece[:2]
-        return f"{'write' if self.is_write else 'read'} of part {part!r} of chunk {chunk}"
-
-    @property
-    def path(self) -> str:
-        """Of its file; empty, if it has none."""
-        return "" if self.file is None else self.file.path
+        return f"{'write' if self.is_write else 'read'} of part {self.slot.part!r} of chunk {self.slot.chunk}"
 
     @property
     def done(self) -> bool:
@@ -162,12 +153,12 @@ class Transfer:
             DeadlineError: it is not complete within `timeout` seconds (it goes on, and may be
                 waited for again), or not within the ring's deadline (it failed).
         """
-        if not self.complete(timeout):
+        if not (self.finished or self.complete(timeout)):
             raise DeadlineError(
                 f"the {self.name} is not complete",
-                path=self.path,
-                offset=self.extent.offset,
-                nbytes=self.extent.nbytes,
+                path=self._order.path_of(self),
+                offset=self.extent and self.extent.offset,
+                nbytes=self.extent and self.extent.nbytes,
                 expected=f"{timeout} s at most",
                 found="still under way",
                 cure="wait longer",
@@ -176,140 +167,272 @@ class Transfer:
             self.seen = True
             raise copy_error(self.error)
 
-    def take(self) -> None:
-        """Hold the lease for the time of the transfer, or raise and do not; see [Note: one owner]."""
-        lease = self.lease.retain()
-        try:
-            lease.begin_io(self.offset, self.extent.nbytes, into=not self.is_write)
-        except BaseException:
-            lease.release()
-            raise
-        self.lease = lease
-
-    def give_back(self) -> None:
-        """Undo `take`, once; what a transfer may still reach never goes home."""
-        if self.lease.released:
-            return
-        if self.ticket is not None and self.ticket.quarantined:
-            self.lease.quarantine()
-        else:
-            self.lease.end_io(self.offset, self.extent.nbytes, into=not self.is_write)
-        self.lease.release()
-
-    @property
-    def free(self) -> bool:
-        """Whether it may begin, and has not."""
-        return not (self.sent or self.finished) and all(t.finished for t in self.waits_for)
-
-    def complete(self, timeout: float | None) -> bool:
+    def complete(self, timeout: float | None = None) -> bool:
         """Wait for the end, and see to it. Return whether it was reached within `timeout`."""
         until = None if timeout is None else time.monotonic() + timeout
         while not self.finished:
-            with self._order.lock:
-                first = self
-                while before := [t for t in first.waits_for if not t.finished]:
-                    first = before[0]
-                if first.free:  # there was no memory to begin it
-                    self._order.begin(first)
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if not first.reap(left):
+            first = self
+            if self.ticket is None:
+                with self._order.lock:
+                    while first.waits_for:
+                        first = next(iter(first.waits_for))
+            if not first._reap(until):
                 return False
         return True
 
-    def reap(self, timeout: float | None, *, blocking: bool = True) -> bool:
-        """See to the end of this transfer, which was started; return whether it was reached."""
-        if self.finished:
-            return True
-        until = None if timeout is None else time.monotonic() + timeout
-        me = object()
-        try:  # not a lock: what an interrupt leaves between taking it and `try` nobody would give back
-            while self._reaper.setdefault("", me) is not me:
-                left = POLL if until is None else min(POLL, until - time.monotonic())
-                if not blocking or left <= 0:
-                    return self.finished
-                self._freed.wait(lambda: not self._reaper, left)
-            if self.finished:
-                return True
-            ticket = self.ticket
-            if ticket is None:
-                raise StorageError(f"the {self.name} was never begun")
-            error: InfinityError | None = None
-            if until is not None:
-                with contextlib.suppress(InfinityError):  # our timeout, or what the next wait raises too
-                    ticket.wait(max(0.0, until - time.monotonic()))
-                if not ticket.done:
-                    return False
-            try:
-                ticket.wait()
-            except InfinityError as found:
-                error = with_transfer(found, self)
-            if self._order.recorder.log is not None:
-                self._record(ticket)
-            if error is None and not self.is_write and not self.lease.released:  # else it was checked
-                begin = now()
-                error = self._check()
-                if (log := self._order.recorder.log) is not None:
-                    chunk, part = self.piece[:2]
-                    log.add("crc", begin, now(), detail=part, chunk=chunk, nbytes=self.nbytes)
-            self._order.finish(self, error)
-            return True
+    def _reap(self, until: float | None) -> bool:
+        """See to the end of this transfer, which was begun; return whether it was reached."""
+        left = POLL
+        while not self._busy.acquire(timeout=left):
+            left = POLL if until is None else max(0.0, min(POLL, until - time.monotonic()))
+            if not left:
+                return self.finished
+            self._order.check_process()
+            if waiting.hear is not None:
+                waiting.hear()
+        try:
+            return self._end(until)
         finally:
-            if self._reaper.get("") is me:
-                self._reaper.clear()
-                self._freed.ring()
+            self._busy.release()
+
+    def _end(self, until: float | None = None) -> bool:
+        """See to the end of this transfer; one thread at a time does."""
+        ticket = self.ticket
+        if self.finished or ticket is None:
+            return self.finished
+        if until is not None:
+            with contextlib.suppress(InfinityError):  # our timeout, or what the next wait raises too
+                ticket.wait(max(0.0, until - time.monotonic()))
+            if not ticket.done:
+                return False
+        error: InfinityError | None = None
+        try:
+            ticket.wait()
+        except InfinityError as found:
+            error = self._order.with_transfer(found, self)
+        if (log := self._order.recorder.log) is not None:
+            self._record(ticket)
+        if error is None and not self.is_write:
+            begin = now()
+            error = self._check()
+            if log is not None:
+                slot = self.slot
+                log.add("crc", begin, now(), detail=slot.part, chunk=slot.chunk, nbytes=self.nbytes)
+        self._order.finish(self, error)
+        return True
+
+    def end_if_done(self) -> None:
+        """See to the end of this transfer if that needs no wait, and no other thread does."""
+        if self.ticket is not None and self.ticket.done and self._busy.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._busy.release()
 
     def _record(self, ticket: Ticket) -> None:
-        log = self._order.recorder.log
+        log, extent = self._order.recorder.log, self.extent
+        assert extent is not None
         _, started, finished = ticket.times
         if log is not None and started and finished:
             log.add(
                 "write" if self.is_write else "read",
                 started,
                 finished,
-                detail=self.piece.part,
-                chunk=self.piece.chunk,
-                directory=self.extent.directory,
-                nbytes=self.extent.nbytes,
+                detail=self.slot.part,
+                chunk=self.slot.chunk,
+                directory=extent.directory,
+                nbytes=extent.nbytes,
             )
 
-    def _compare(self, first: dict[tuple[int, int], int], found: int) -> CorruptionError | None:
-        """Hold a window of somebody else's file to what it was when it was first read."""
-        expected = first.setdefault((self.piece.chunk, self.piece.sections.start), found)
-        if found == expected:
-            return None
-        return CorruptionError(
-            f"{self.path} has changed since it was first read",
-            path=self.path,
-            offset=self.extent.offset,
-            nbytes=self.nbytes,
-            expected=f"CRC32C {expected:08x} for {self.nbytes} bytes at offset {self.extent.offset}",
-            found=f"{found:08x}",
-            cure="do not change the files of a model while you use it, and check the drive (smartctl, "
-            "dmesg); start again",
-        )
-
     def _check(self) -> CorruptionError | None:
-        """Compare what was read with the table; see [Note: every read is checked]."""
-        address = self.lease.io_address + self.offset
-        at = self.extent.offset
-        chunk, part, _, sections, sizes = self.piece
-        if self.first is not None:
-            return self._compare(self.first, crc32c(address, self.nbytes))
-        for section, size, expected in zip(sections, sizes, self.crcs, strict=True):
+        """Compare what was read with what the slot holds; see [Note: every read is checked]."""
+        slot, extent = self.slot, self.extent
+        assert extent is not None
+        address, at, number = self.lease.io_address + self.offset, extent.offset, self._first
+        for size, expected in zip(self.sizes, self._crcs, strict=True):
             found = crc32c(address, size)
+            if expected is None:
+                with self._order.lock:
+                    expected = slot.crcs[number] = found if slot.crcs[number] is None else slot.crcs[number]
             if found != expected:
+                path, foreign = self._order.path_of(self), slot.file is not None
+                what = f"section {number} of part {slot.part!r} of chunk {slot.chunk} is not what was written"
                 return CorruptionError(
-                    f"section {section} of part {part!r} of chunk {chunk} is not what was written",
-                    path=self.path,
+                    f"{path} has changed since it was first read" if foreign else what,
+                    path=path,
                     offset=at,
                     nbytes=size,
-                    expected=f"CRC32C {expected:08x} for {size} bytes at offset {at} of {self.path}",
+                    expected=f"CRC32C {expected:08x} for {size} bytes at offset {at} of {path}",
                     found=f"{found:08x}",
-                    cure="check the drive (smartctl, dmesg); start again from a checkpoint",
+                    cure=_FOREIGN
+                    if foreign
+                    else "check the drive (smartctl, dmesg); start again from a checkpoint",
                 )
-            address += size
-            at += size
+            address, at, number = address + size, at + size, number + 1
         return None
+
+
+_FOREIGN: Final = (
+    "do not change the files of a model while you use it, and check the drive (smartctl, dmesg); start again"
+)
+
+
+class Order:
+    """The pending transfers of a store. `lock` guards them and what the slots hold.
+
+    `path`: returns that of the file of a transfer.
+
+    Attributes:
+        failed: the first transfer that failed. Nothing begins after that.
+    """
+
+    def __init__(self, start: Start, path_of: Callable[[Transfer], str], recorder: Recorder) -> None:
+        self.lock = lock("store", reentrant=True)
+        self.recorder = recorder
+        self.path_of = path_of
+        self.failed: Transfer | None = None
+        self._start = start
+        self._pending: dict[Transfer, None] = {}  # in the order of the calls
+        self._waiting = 0  # transfers that wait for others
+        self._pid = os.getpid()
+
+    def submit(self, transfer: Transfer) -> None:
+        """Begin a transfer when all that must come before it is complete. The caller holds the lock."""
+        slot, extent = transfer.slot, transfer.extent
+        transfer.lease = transfer.lease.retain()
+        try:
+            if extent is not None:
+                transfer.lease.begin_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
+            before = [] if slot.write is None else [slot.write]
+            if transfer.is_write:
+                before += slot.reads
+                slot.write = transfer
+            else:
+                slot.reads.add(transfer)
+            self._pending[transfer] = None
+            if before:
+                transfer.waits_for.update(before)
+                self._waiting += 1
+                for other in before:
+                    other.waited_by.append(transfer)
+            else:
+                self._begin(transfer)
+        except BaseException as error:
+            self._poison(transfer, error)
+            raise
+
+    def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
+        """See to the end of a transfer, and begin those that waited for it."""
+        with self.lock:
+            try:
+                self._finish(transfer, error)
+            except BaseException as interrupt:
+                self._poison(transfer, interrupt)
+                raise
+
+    def _finish(self, transfer: Transfer, error: InfinityError | None) -> None:
+        if error is not None:
+            transfer.error = error
+            self.failed = self.failed or transfer
+        lease, extent = transfer.lease, transfer.extent
+        if error is not None and transfer.ticket is not None and transfer.ticket.quarantined:
+            lease.quarantine()
+        elif extent is not None:
+            lease.end_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
+        lease.release()
+        self._leave(transfer)
+
+    def _leave(self, transfer: Transfer) -> None:
+        slot = transfer.slot
+        slot.reads.discard(transfer)
+        if slot.write is transfer:
+            slot.write = None
+        transfer.finished = True
+        self._pending.pop(transfer, None)
+        interrupt: BaseException | None = None
+        for other in transfer.waited_by:
+            other.waits_for.discard(transfer)
+            if not (other.waits_for or other.finished):
+                self._waiting -= 1
+                try:
+                    self._begin(other)
+                except BaseException as error:
+                    interrupt = error
+                    self._poison(other, error)
+        if interrupt is not None:
+            raise interrupt
+
+    def _begin(self, transfer: Transfer) -> None:
+        if self.failed is not None:
+            self._finish(transfer, self.failed.error)
+            return
+        try:
+            self._start(transfer)
+        except InfinityError as error:
+            self._finish(transfer, self.with_transfer(error, transfer))
+
+    def _poison(self, transfer: Transfer, error: BaseException) -> None:
+        """Something came in the middle, such as an interrupt (Ctrl-C), or a lack of memory: nobody knows how
+        far this transfer is, so its lease never goes home, and nothing begins any more."""
+        if not transfer.finished:
+            what = f"the {transfer.name} was interrupted"
+            transfer.error = StorageError(what, found=repr(error), cure="start again")
+            self.failed = self.failed or transfer
+            if not transfer.lease.released:
+                transfer.lease.quarantine()
+            self._leave(transfer)
+
+    def check_process(self) -> None:
+        """Raise `ClosedError` in a process that is not the one that made the transfers."""
+        if self._pid != os.getpid():
+            raise ClosedError(
+                "the store belongs to the process that created it",
+                found=f"process {os.getpid()}, a child of {self._pid}",
+                cure=OF_A_FORK,
+            )
+
+    def pending(self, *, writes: bool = False) -> list[Transfer]:
+        """Return what is pending, oldest first; or only the writes."""
+        with self.lock:
+            return [t for t in self._pending if t.is_write or not writes]
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any transfer waits for another one."""
+        return self._waiting > 0
+
+    def sweep(self, *, reads: bool = False) -> None:
+        """See to the end of what is complete without waiting; of reads (which takes a CRC) only
+        where something waits for them, unless told."""
+        for transfer in self.pending():
+            if transfer.is_write or reads or transfer.waited_by:
+                transfer.end_if_done()
+
+    def reclaim(self, timeout: float) -> bool:
+        """Return leases that are done with; wait up to `timeout` seconds for the oldest write.
+
+        Raises:
+            StorageError: a transfer failed: its lease, and those of transfers that nobody will
+                wait for now, may never come home.
+        """
+        # A read that is complete is checked by whoever wants it, one at a time; here only in need.
+        self.sweep(reads=timeout > 0)
+        if self.failed is not None and self.failed.error is not None:
+            self.failed.seen = True
+            raise copy_error(self.failed.error)
+        writes = self.pending(writes=True)
+        if writes and timeout > 0:
+            writes[0].complete(timeout)
+        return bool(writes)
+
+    def with_transfer(self, error: InfinityError, transfer: Transfer) -> InfinityError:
+        """Return an error of the I/O engine with the name of the transfer that it happened to."""
+        result = copy_error(error, f"the {transfer.name} failed: {error.what}")
+        if isinstance(result, StorageError):
+            result.path = result.path or self.path_of(transfer)
+            if result.offset is None and transfer.extent is not None:
+                result.offset, result.nbytes = transfer.extent[1:]
+        return result
 
 
 class Reads:
@@ -336,25 +459,6 @@ def check_room(lease: Lease, offset: int, nbytes: int) -> None:
         raise ClosedError("this lease was released", cure="hold it until the transfer is complete")
     if offset < 0 or offset % ALIGNMENT or offset + nbytes > lease.room:
         raise ValueError(f"{nbytes} bytes at {offset} do not fit a lease with room for {lease.room}")
-
-
-def crcs_of(address: int, sizes: Sequence[int]) -> list[int]:
-    """Return the CRC32C of each of neighbouring pieces of memory; `sizes` in bytes."""
-    result = []
-    for size in sizes:
-        result.append(crc32c(address, size))
-        address += size
-    return result
-
-
-def with_transfer(error: InfinityError, transfer: Transfer) -> InfinityError:
-    """Return an error of the I/O engine with the name of the transfer that it happened to."""
-    result = copy_error(error, f"the {transfer.name} failed: {error.what}")
-    if isinstance(result, StorageError):
-        result.path = result.path or transfer.path
-        if result.offset is None:
-            result.offset, result.nbytes = transfer.extent.offset, transfer.extent.nbytes
-    return result
 
 
 def copy_error(error: InfinityError, what: str | None = None) -> InfinityError:
