@@ -112,6 +112,7 @@ class Phases:
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
         self._residency = parts.residency
+        self._residency.end_left = self.end_blocks
         self._gradients = parts.gradients
         self._updates = parts.updates
         self._updater = parts.updater
