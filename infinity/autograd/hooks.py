@@ -112,10 +112,10 @@ class Hooks:
         self._handles.append(model.register_forward_hook(self._leave, always_call=True))
         for sharded in params:
             if sharded.param.requires_grad:
-                hook = _GradientHooks(self, sharded)
-                self._handles.append(sharded.param.register_post_accumulate_grad_hook(hook.arrives))
+                of_gradient = _GradientHooks(self, sharded)
+                self._handles.append(sharded.param.register_post_accumulate_grad_hook(of_gradient.arrives))
                 if gradients.of_ranks:  # they compare what is in `p.grad` before anything is added to it
-                    self._handles.append(sharded.param.register_hook(hook.comes))
+                    self._handles.append(sharded.param.register_hook(of_gradient.comes))
         present, use = _weak(self._present), _weak(self.use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:

@@ -451,19 +451,19 @@ class Phases:
             self._residency.release_wanted()
         forward.over = True
         if self.behind is not None:
-            self._passed(forward)
+            self._passed(forward, self.behind)
         if (log := self._recorder.log) is not None:
             log.leave(forward)
 
-    def _passed(self, forward: Forward) -> None:
-        if self.behind is not None and not forward.passed:
+    def _passed(self, forward: Forward, behind: Behind) -> None:
+        if not forward.passed:
             forward.passed = True
-            self.behind.passed(forward.scope.units)
+            behind.passed(forward.scope.units)
 
     def end_passed(self) -> None:
         """End the backwards of scopes that the node that runs now was made before."""
         node, task = _node_now(), _task_now()
-        number = node._sequence_nr() if node is not None else 2**64  # a backward of this thread is at none
+        number = node._sequence_nr() if node is not None else 2**64  # above all: this thread is at no node
         for forward in [*self._backwards]:
             # on whichever thread it runs
             if forward.start > number and forward.task == task:
@@ -472,9 +472,6 @@ class Phases:
     @eager
     @hook
     def _backward_ends(self, _: bool, task: int) -> None:
-        self._end_task(task)
-
-    def _end_task(self, task: int) -> None:
         self.tasks.discard(task)
         if self.tasks:
             for forward in [*self._backwards]:
@@ -487,9 +484,9 @@ class Phases:
         """The outermost backward is over: all of its gradients are there."""
         self._residency.gather_all()
         self._gradients.reduce_rest()
-        for forward in [*self._backwards]:
-            self._passed(forward)
         if self.behind is not None:
+            for forward in self._backwards:
+                self._passed(forward, self.behind)
             self.behind.end()
         if self.in_forward:
             self._reset_backward()  # it was called inside a forward, which goes on
@@ -564,7 +561,7 @@ class Phases:
         self.tasks.clear()
         self.commits.leave(self.token)
         self._gradients.send_all()
-        self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED, UseKind.ONCE)
+        self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED)
 
 
 def _first(scope: Scope) -> int:

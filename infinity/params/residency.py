@@ -155,7 +155,7 @@ class Residency:
     def use_all(self) -> None:
         """In stage 1, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
-            everything, once = range(len(self.units)), Use(UseKind.ONCE)
+            everything, once = range(len(self.units)), Use(UseKind.OPERATOR)
             self.acquire(everything, once, newest=False, note=False)
             self.release(once)
 
