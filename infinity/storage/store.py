@@ -21,8 +21,8 @@ from infinity.hardware.aio import (
     Ring,
     RingSettings,
     RingStats,
-    crc32c,
     crc32c_zeros,
+    crcs_of,
     open_ring,
 )
 from infinity.hardware.tuned import bandwidths
@@ -227,7 +227,7 @@ class Store:
         chosen = None if sections is None else spec.choose(sections)
         with order.lock:
             number = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
-            slot = self._slot(chunk, part, number)
+            slot = self._slots.get((chunk, part, number)) or self._slot(chunk, part, number)
             sizes = slot.sections
             if chosen is not None or slot.length != spec.nbytes:
                 sizes = spec.clamp(spec.choose(sections), slot.length)
@@ -277,7 +277,7 @@ class Store:
             sizes = tuple(spec.clamp(spec.choose(None), nbytes))
         number = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
         tier = spec.tiers[number]
-        slot = self._slot(chunk, part, number)
+        slot = self._slots.get((chunk, part, number)) or self._slot(chunk, part, number)
         if chosen is not None and slot.length != spec.nbytes:
             raise ValueError(f"sections of part {part!r}, which does not hold all of its bytes")
         check_room(lease, offset, sum(sizes))
@@ -285,21 +285,19 @@ class Store:
             target = self._host_bytes(chunk, part, number, chosen, sum(sizes))
             target.copy_(lease.tensor(torch.uint8, offset, sum(sizes)))
         elif crcs is None:
-            crcs, address = [], lease.io_address + offset
-            for size in sizes:
-                crcs.append(crc32c(address, size))
-                address += size
+            crcs = crcs_of(lease.io_address + offset, sizes)
         elif len(crcs) != len(sizes):
             raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
         with self._order.lock:
             transfer = self._transfer(slot, tier, chosen, sizes, lease, offset, priority, is_write=True)
+            if not transfer.finished:
+                self._order.submit(transfer)
+            # Not before: what raised there has written nothing.
             if chosen is None:
                 slot.length = transfer.nbytes
             if crcs is not None:
                 first = chosen.start if chosen is not None else 0
                 slot.crcs[first : first + len(sizes)] = crcs
-            if not transfer.finished:
-                self._order.submit(transfer)
         return transfer
 
     # ------------------------------------------------------------------ the end of things
@@ -316,8 +314,9 @@ class Store:
 
     def _check(self, *, sweep: bool = False) -> None:
         order = self._order
-        order.check_process()
-        if sweep or order.has_waiting:
+        if self._pid != os.getpid():
+            order.check_process()
+        if sweep or order.waiting:
             order.sweep()
         failed = order.failed
         if failed is not None and failed.error is not None:
@@ -435,7 +434,9 @@ class Store:
         is_write: bool = False,
     ) -> Transfer:
         """Return a transfer; it is finished already if there is nothing to move to or from NVMe."""
-        nbytes = ceil_to(sum(sizes), ALIGNMENT)
+        first, extent, nbytes = 0 if sections is None else sections.start, slot.extent, sum(sizes)
+        if extent is None or nbytes != extent.nbytes:
+            nbytes = ceil_to(nbytes, ALIGNMENT)
         check_room(lease, offset, nbytes)
         if tier is Tier.DEVICE:
             raise StorageError(
@@ -443,7 +444,6 @@ class Store:
                 expected="a version on the host tier or on NVMe",
                 found="a version on the device, whose bytes the store does not have",
             )
-        first, extent = 0 if sections is None else sections.start, slot.extent
         if extent is not None and nbytes != extent.nbytes:
             begin = extent.offset + sum(slot.sections[:first])
             extent = Extent(extent.directory, begin, nbytes) if nbytes else None

@@ -37,7 +37,7 @@ from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import POLL
-from infinity.hardware.aio import DirectFile, Priority, Ticket, crc32c
+from infinity.hardware.aio import DirectFile, Priority, Ticket, crcs_of
 
 from .layout import Extent
 from .pinned import Lease
@@ -153,6 +153,11 @@ class Transfer:
             DeadlineError: it is not complete within `timeout` seconds (it goes on, and may be
                 waited for again), or not within the ring's deadline (it failed).
         """
+        if self.ticket is not None and timeout is None and self._busy.acquire(blocking=False):
+            try:  # nearly always
+                self._end()
+            finally:
+                self._busy.release()
         if not (self.finished or self.complete(timeout)):
             raise DeadlineError(
                 f"the {self.name} is not complete",
@@ -248,9 +253,9 @@ class Transfer:
         """Compare what was read with what the slot holds; see [Note: every read is checked]."""
         slot, extent = self.slot, self.extent
         assert extent is not None
-        address, at, number = self.lease.io_address + self.offset, extent.offset, self._first
-        for size, expected in zip(self.sizes, self._crcs, strict=True):
-            found = crc32c(address, size)
+        at, number = extent.offset, self._first
+        crcs = crcs_of(self.lease.io_address + self.offset, self.sizes)
+        for size, found, expected in zip(self.sizes, crcs, self._crcs, strict=True):
             if expected is None:
                 with self._order.lock:
                     expected = slot.crcs[number] = found if slot.crcs[number] is None else slot.crcs[number]
@@ -268,7 +273,7 @@ class Transfer:
                     if foreign
                     else "check the drive (smartctl, dmesg); start again from a checkpoint",
                 )
-            address, at, number = address + size, at + size, number + 1
+            at, number = at + size, number + 1
         return None
 
 
@@ -284,6 +289,7 @@ class Order:
 
     Attributes:
         failed: the first transfer that failed. Nothing begins after that.
+        waiting: how many transfers wait for others.
     """
 
     def __init__(self, start: Start, path_of: Callable[[Transfer], str], recorder: Recorder) -> None:
@@ -293,15 +299,16 @@ class Order:
         self.failed: Transfer | None = None
         self._start = start
         self._pending: dict[Transfer, None] = {}  # in the order of the calls
-        self._waiting = 0  # transfers that wait for others
+        self.waiting = 0
         self._pid = os.getpid()
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin a transfer when all that must come before it is complete. The caller holds the lock."""
-        slot, extent = transfer.slot, transfer.extent
-        transfer.lease = transfer.lease.retain()
+        """Begin a transfer when all that must come before it is complete. The caller holds the lock. What has
+        no handle of its own on the lease yet has changed nothing where this raises."""
+        slot, extent, lease = transfer.slot, transfer.extent, transfer.lease
         try:
-            if extent is not None:
+            transfer.lease = lease.retain()
+            if extent is not None and transfer.lease.is_guarded:
                 transfer.lease.begin_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
             before = [] if slot.write is None else [slot.write]
             if transfer.is_write:
@@ -312,13 +319,14 @@ class Order:
             self._pending[transfer] = None
             if before:
                 transfer.waits_for.update(before)
-                self._waiting += 1
+                self.waiting += 1
                 for other in before:
                     other.waited_by.append(transfer)
             else:
                 self._begin(transfer)
         except BaseException as error:
-            self._poison(transfer, error)
+            if transfer.lease is not lease:
+                self._poison(transfer, error)
             raise
 
     def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
@@ -337,7 +345,7 @@ class Order:
         lease, extent = transfer.lease, transfer.extent
         if error is not None and transfer.ticket is not None and transfer.ticket.quarantined:
             lease.quarantine()
-        elif extent is not None:
+        elif extent is not None and lease.is_guarded:
             lease.end_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
         lease.release()
         self._leave(transfer)
@@ -349,11 +357,16 @@ class Order:
             slot.write = None
         transfer.finished = True
         self._pending.pop(transfer, None)
+        if transfer.waited_by:
+            self._begin_waiting(transfer)
+
+    def _begin_waiting(self, transfer: Transfer) -> None:
+        """Begin what waited for a transfer alone."""
         interrupt: BaseException | None = None
         for other in transfer.waited_by:
             other.waits_for.discard(transfer)
-            if not (other.waits_for or other.finished):
-                self._waiting -= 1
+            if not (other.waits_for or other.finished or other.ticket is not None):
+                self.waiting -= 1
                 try:
                     self._begin(other)
                 except BaseException as error:
@@ -381,6 +394,8 @@ class Order:
             if not transfer.lease.released:
                 transfer.lease.quarantine()
             self._leave(transfer)
+        elif transfer.waited_by:
+            self._begin_waiting(transfer)
 
     def check_process(self) -> None:
         """Raise `ClosedError` in a process that is not the one that made the transfers."""
@@ -395,11 +410,6 @@ class Order:
         """Return what is pending, oldest first; or only the writes."""
         with self.lock:
             return [t for t in self._pending if t.is_write or not writes]
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether any transfer waits for another one."""
-        return self._waiting > 0
 
     def sweep(self, *, reads: bool = False) -> None:
         """See to the end of what is complete without waiting; of reads (which takes a CRC) only
