@@ -118,6 +118,7 @@ def gradients_of(build: Callable[[], nn.Module], loss: Callable[[Any], Any], fol
 # -- bits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(("form", "dtype", "accumulate"), [(FORMS[0], "bf16", 2), (FORMS[1], "fp16", 1)])
 def test_whole_runs_have_the_same_bits_after_random_delays(
     form: str, dtype: str, accumulate: int, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

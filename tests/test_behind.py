@@ -323,7 +323,6 @@ USES: dict[str, Callable[[Any, Any], object]] = {
     "flush": lambda model, optimizer: infinity.flush(optimizer),
     "unwrap": lambda model, optimizer: infinity.unwrap(model),
     "scaled gradient": lambda model, optimizer: model.head.weight.grad.mul_(0.5),
-    "more gradient": lambda model, optimizer: model.head.weight.grad.add_(torch.ones(WIDTH, WIDTH)),
     "zero gradient": lambda model, optimizer: model.head.weight.grad.zero_(),
     "clipped": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "clipped by us": lambda model, optimizer: optimizer.clip_grad_norm_(1e-3),

@@ -250,6 +250,7 @@ next(opened)
 """
 
 
+@pytest.mark.integration
 @pytest.mark.processes
 def test_handlers_at_exit_find_the_engine_open(tmp_path: Path) -> None:
     """Whether they were registered before `wrap` or after it; with an update under way."""

@@ -123,6 +123,7 @@ if world > 1:
         assert [kind for kind, _ in errors(result)] == ["ClosedError"] * (world > 1)
 
 
+@pytest.mark.integration
 def test_memory_of_collectives() -> None:
     """A gather takes none; a reduce its output, if that has another dtype, pieces of what comes, and some
     pages."""
@@ -148,6 +149,7 @@ print(json.dumps([peak(comm.gather, run), peak(comm.reduce, run), peak(narrow, r
         assert narrow < 12 << 20
 
 
+@pytest.mark.integration
 def test_where_ranks_come_from() -> None:
     script = """
 comm = connect(device=CPU)  # torchrun's environment
@@ -286,6 +288,7 @@ else:
         assert words.format(who) in text
 
 
+@pytest.mark.integration
 def test_a_killed_rank_that_has_children() -> None:
     """A fork of a rank is no rank: it may end as it likes, and a rank is gone though its fork lives on."""
     script = """
@@ -510,6 +513,7 @@ for each in (program, beside):
 """
 
 
+@pytest.mark.integration
 def test_a_rank_in_a_collective_of_another_thread_is_outside() -> None:
     """Nobody is late: a worker takes longer than the deadline."""
     all_well(run_ranks(2, START + BESIDE))

@@ -11,7 +11,7 @@ from infinity.core.errors import BudgetError
 from infinity.core.sizes import ITEMSIZES, NORM_BLOCK, GiB, MiB, Tier
 from infinity.planning.footprint import Budget, Footprint, demand, within
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import ADAM, moments_of, plan_chunks
+from infinity.planning.parts import ADAM, is_made_once, moments_of, plan_chunks
 from infinity.planning.placement import assign
 
 NUMEL = 4 * NORM_BLOCK
@@ -26,7 +26,8 @@ def plan(budget: Budget, *, staged: bool = False, **settings: object) -> Footpri
         layouts, placements["parameters"], placements["optimizer_state"], placements["gradients"]
     )
     sets = [[i] for i in range(len(UNITS))]
-    plans = plan_chunks(layouts, assignment, moments_of(ADAM, config), staged=staged)
+    moments, once = moments_of(ADAM, config), is_made_once(config, 1)
+    plans = plan_chunks(layouts, assignment, moments, staged=staged, once=once)
     wanted = demand(layouts, plans, sets, config, staged=staged)
     return within(wanted, config, budget, staged=staged)
 
@@ -53,6 +54,22 @@ def test_on_the_device_and_the_host() -> None:
     assert result.host["gradients"] == 4 * total
     assert not result.nvme
     assert result.total(Tier.DEVICE) == 2 * total + 4 * NUMEL
+
+
+def test_gradients_that_one_backward_makes_take_what_the_compute_dtype_does() -> None:
+    """2 bytes fewer for each element of bf16, on their tier and in each lease; no byte moves that did not."""
+    total, budget = 8 * NUMEL, Budget(device=64 * MiB, host=64 * MiB)
+    result, wide = (plan(budget, **ON_NVME, accumulation=n) for n in (1, None))
+    assert wide.nvme["gradients"] - result.nvme["gradients"] == 2 * total
+    assert result.nvme == {"parameters": 2 * total, "optimizer state": 12 * total, "gradients": 2 * total}
+    assert result.quotas["update"].buffer_nbytes == NORM_BLOCK * (12 + 2 + 2)
+    assert result.quotas["gradient"].buffer_nbytes == NORM_BLOCK * 2
+    for name in ("nvme_read_per_step", "nvme_written_per_step", "device"):
+        assert getattr(result, name) == getattr(wide, name)
+    least = NORM_BLOCK * (2 + 12 + 2 + 2 + 2 * 2)
+    assert plan(Budget(device=64 * MiB, host=least), **ON_NVME, accumulation=1).total(Tier.HOST) == least
+    on_host = {"parameters": "device", "optimizer_state": "host", "gradients": "host"}
+    assert plan(Budget(device=GiB, host=GiB), **on_host, accumulation=1).host["gradients"] == 2 * total
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -103,7 +103,7 @@ def draw(model: nn.Module, seed: int, share: float = 1.0) -> dict[str, torch.Ten
 def test_whatever_arrives_is_what_a_plain_model_has(
     place: str, dtype: str, leases: str, tmp_path: Path
 ) -> None:
-    """After backwards of some, zeros, values put there or added, factors, gradients dropped; squares, too."""
+    """After backwards of some, zeros, values put there, factors, gradients dropped; squares, too."""
     least = {"host_memory": needed(tmp_path, place, dtype)} if leases == "least" else {}
     model, optimizer = wrapped(tmp_path, place, dtype, **least)
     quota = engine_of(model).footprint.quotas.get("gradient")
@@ -114,7 +114,7 @@ def test_whatever_arrives_is_what_a_plain_model_has(
     named = dict(model.named_parameters())
     for number in range(30):
         some = [n for n in named if chosen.random() < 0.4] or list(named)
-        kind = chosen.choice(["backward"] * 4 + ["zero", "put", "add", "factor", "drop"])
+        kind = chosen.choice(["backward"] * 5 + ["zero", "put", "factor", "drop"])
         values = draw(model, number)
         if kind == "backward":
             model({n: values[n] for n in some}).backward()
@@ -129,10 +129,6 @@ def test_whatever_arrives_is_what_a_plain_model_has(
             elif before is not None and kind == "zero":
                 param.grad.zero_()
                 plain[name] = torch.zeros_like(before)
-            elif before is not None and kind == "add":
-                param.grad.add_(values[name])
-                param.grad.add_(values[name])
-                plain[name] = before + value + value
             elif before is not None and kind == "factor":
                 param.grad.mul_(0.5)
                 plain[name] = before * 0.5

@@ -128,7 +128,8 @@ def units_of(model: Any) -> list[int]:
     ("kind", "place", "dtype"),
     [
         *(("gpt2", "host", "fp32"), ("llama", "nvme", "bf16"), ("qwen3", "host", "bf16")),
-        *(("mixtral", "nvme", "fp32"), ("t5", "nvme", "bf16")),
+        pytest.param("mixtral", "nvme", "fp32", marks=pytest.mark.integration),
+        pytest.param("t5", "nvme", "bf16", marks=pytest.mark.integration),
     ],
 )
 def test_tokens_and_logits_are_those_of_transformers(

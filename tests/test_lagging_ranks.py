@@ -13,45 +13,6 @@ import pytest
 
 from .ranks import all_well, run_ranks
 
-_ADDED = """
-import contextlib, json, sys
-import torch, infinity
-from torch import nn
-from tests.lagging.nccl import lagging_ranks
-
-def trained(beside):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, adam = infinity.wrap(model, adam, infinity.Config(**json.loads(sys.argv[1])))
-    own = torch.cuda.Stream() if beside else torch.cuda.current_stream()
-    for number in range(3):
-        model(torch.randn(4, 24).to("lagging:0")).square().mean().backward()
-        for p in model.parameters():
-            half = torch.full(p.shape, 0.5).to("lagging:0")
-            p.grad.add_(half)
-            own.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(own):
-                p.grad.add_(half * number)
-            torch.cuda.current_stream().wait_stream(own)
-        adam.step()
-        adam.zero_grad()
-    values = [v.detach().cpu().clone() for v in model.state_dict().values()]
-    infinity.close(adam)
-    return values
-
-with lagging_ranks():
-    assert all(map(torch.equal, trained(True), trained(False)))
-"""
-
-
-def test_gradients_are_added_to_on_another_stream(tmp_path: Path) -> None:
-    config = {"device": "cpu", "dtype": "fp32", "nvme": str(tmp_path), "zero_stage": 2, "threads": 1}
-    config |= {"device_memory": "64MiB", "host_memory": "64MiB", "parameters": "device"}
-    config |= {"optimizer_state": "host"}
-    all_well(run_ranks(2, _ADDED, json.dumps(config), seconds=120, device="cpu"))
-
-
 #: A training of a few layers, each a unit; `model`, `adam`, `here` and `one_step` are what follows uses.
 _LAYERS = """
 import contextlib, json, os, signal, sys, time
@@ -99,7 +60,7 @@ with lagging_ranks() as here:
 """
 
 
-@pytest.mark.first
+@pytest.mark.integration
 @pytest.mark.parametrize("stage", [3, 1])
 def test_who_makes_a_collective_does_not_wait_for_its_end(stage: int, tmp_path: Path) -> None:
     """The table "Who waits for a CUDA device" of docs/architecture.md."""

@@ -16,12 +16,25 @@ from .small_models import tokens, values, wrapped
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_grad_scaler_is_refused(tmp_path: Path) -> None:
-    model, optimizer = wrapped(tmp_path)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(tokens(0))).backward()
-    with pytest.raises(PrecisionError, match="GradScaler"):
-        scaler.step(optimizer)
+def test_a_grad_scaler_unscales(tmp_path: Path) -> None:
+    """As around a plain model: a factor, and a step that overflows is skipped."""
+    results = []
+    for scaled in (True, False):
+        model, optimizer = wrapped(tmp_path)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        for number, factor in enumerate((1.0, float("inf"), 1.0)):
+            scaler.scale(model(tokens(number)) * factor).backward()
+            if factor == 1.0 or scaled:
+                scaler.unscale_(optimizer)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                assert bool(norm.isfinite()) == (factor == 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        assert optimizer.steps == 2
+        results.append(values(model))
+        infinity.close(model)
+    assert all(map(torch.equal, *results))
 
 
 def test_fp16_without_scale_is_refused(tmp_path: Path) -> None:

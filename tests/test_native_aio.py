@@ -69,6 +69,7 @@ def _build_and_run(scratch: str, programs: list[str], flags: list[str]) -> None:
         assert _run([f"./{program}", scratch], scratch) == ""
 
 
+@pytest.mark.integration
 @pytest.mark.first
 @pytest.mark.parametrize("build", BUILDS)
 def test_native(scratch: str, build: str) -> None:

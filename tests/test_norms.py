@@ -75,3 +75,21 @@ def test_clip_grad_value(update: str, gradients: str, foreach: bool | None, tmp_
     model, optimizer = wrapped(tmp_path, gradients=gradients, update=update)
     assert_close([*run(model, optimizer, infinity.gradient), *values(model)], wanted)
     infinity.close(model)
+
+
+def test_gradients_of_two_models_at_once(tmp_path: Path) -> None:
+    """Each is asked of its own engine, also beside plain ones."""
+    pairs = [wrapped(tmp_path) for _ in range(2)]
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(4)).sum().backward()
+    for number, (model, _) in enumerate(pairs):
+        model(tokens(number)).backward()
+    params = [p for model, _ in pairs for p in model.parameters() if p.grad is not None]
+    whole = [infinity.gradient(p) for p in params] + [p.grad.clone() for p in plain.parameters()]
+    params += plain.parameters()
+    norm = torch.cat([g.view(-1) for g in whole]).norm()
+    assert_close([torch.cat([p.grad.view(-1) for p in params]).norm()], [norm])
+    assert_close([nn.utils.clip_grad_norm_(params, 0.1, foreach=True)], [norm])
+    assert_close([nn.utils.get_total_norm([p.grad for p in params])], [torch.tensor(0.1)])
+    for model, _ in pairs:
+        infinity.close(model)

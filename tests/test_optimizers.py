@@ -127,8 +127,8 @@ def assert_near(found: State, plain: nn.Module) -> None:
     ("name", "form", "places"),
     [
         ("adamw", "8bit, some fp32", list(PLACES)),
-        ("adagrad", "8bit", list(PLACES)),
-        ("lion", "bf16", list(PLACES)),
+        pytest.param("adagrad", "8bit", list(PLACES), marks=pytest.mark.integration),
+        pytest.param("lion", "bf16", list(PLACES), marks=pytest.mark.integration),
         ("muon", "fp32", ["nvme", "split"]),
         ("nesterov", "fp32", ["device", "backward", "split"]),
         ("sgd", "fp32", ["nvme", "split"]),
@@ -186,6 +186,7 @@ def as_kept(kind: str, value: torch.Tensor, dtype: str) -> torch.Tensor:
     return log_codes.decode(codes, scales, squares=squares).view(value.shape)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("first", "second"),
     [

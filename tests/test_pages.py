@@ -109,6 +109,7 @@ def trained(folder: Path, room: str) -> tuple[list[torch.Tensor], Any]:
     return [*found, *(p.detach().clone() for p in model.parameters())], device
 
 
+@pytest.mark.integration
 def test_training_has_the_same_bits_on_pages_that_move(tmp_path: Path) -> None:
     whole, _ = trained(tmp_path / "whole", "64MiB")
     short, device = trained(tmp_path / "short", "18MiB")

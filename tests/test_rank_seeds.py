@@ -16,7 +16,7 @@ NIGHT = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("first", "end", "options"),
     [
-        (0, 4, []),
+        pytest.param(0, 4, [], marks=pytest.mark.integration),
         (4, 6, ["--late"]),
         pytest.param(5, 205, [], marks=NIGHT),
         pytest.param(205, 255, ["--late"], marks=NIGHT),

@@ -36,6 +36,7 @@ def content(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
+@pytest.mark.integration
 def test_the_safetensors_library_reads_it_and_writes_what_is_read(tmp_path: Path, ring: Ring) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = {f"a {n}": values(d, 3, 5) for n, d in DTYPES.items() if n != "C64"}
@@ -59,6 +60,7 @@ def test_the_safetensors_library_reads_it_and_writes_what_is_read(tmp_path: Path
             assert content(tensor) == content(tensors[name])
 
 
+@pytest.mark.integration
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_size_have_the_same_checksums(

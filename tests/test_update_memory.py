@@ -97,7 +97,13 @@ def wrapped(folder: Path, place: str, mode: str, **settings: Any) -> tuple[Any, 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(
     ("place", "mode"),
-    [("nvme", "overlap"), ("host", "sync"), ("device", "delayed"), ("nvme", "backward")],
+    [
+        ("nvme", "overlap"),
+        *(
+            pytest.param(*row, marks=pytest.mark.integration)
+            for row in [("host", "sync"), ("device", "delayed"), ("nvme", "backward")]
+        ),
+    ],
 )
 def test_an_update_that_finds_no_memory_ends_the_run(
     place: str, mode: str, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ from infinity.params.updates import Updates
 from infinity.params.uses import Uses
 from infinity.planning.footprint import LEAST_BUFFERS, Footprint, demand, within
 from infinity.planning.partition import ParamSpec, partition
-from infinity.planning.parts import alignment_of, moments_of, plan_chunks
+from infinity.planning.parts import alignment_of, is_made_once, moments_of, plan_chunks
 from infinity.planning.placement import assign
 from infinity.storage.heap import PinnedHeap
 from infinity.storage.in_place import find_places
@@ -173,6 +173,7 @@ class Engine:
                 staged=device.staged,
                 delayed=config.update == "delayed",
                 split=config.split_master,
+                once=is_made_once(config, comm.world),
                 places=files.places if files is not None else None,
             )
             wanted = demand(layouts, plans, sets, config, staged=device.staged)
@@ -284,6 +285,7 @@ class Engine:
             *(units, chunks, comm, self.updates, self.commits),
             room=self.footprint.gradients_nbytes,
             spare=room,
+            once=is_made_once(self.config, comm.world),
             scale=self.config.loss_scale if self.config.compute_dtype is torch.float16 else 1.0,
         )
         self.tiers = Tiers(units, plans, store, pool, device, self.gradients, publisher)

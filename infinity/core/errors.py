@@ -12,7 +12,7 @@
     │   ├── ReleasedParameterError       its values are not on the device at this moment
     │   ├── ParameterChangedError        added, replaced, cast, moved or edited after `wrap`
     │   └── GradientError                a use of a gradient that its shards do not support
-    ├── PrecisionError (RuntimeError)    autocast, GradScaler or an unscaled fp16 backward
+    ├── PrecisionError (RuntimeError)    autocast, or an unscaled fp16 backward
     ├── StateDictError (ValueError)      a state dict does not fit the model or the optimizer
     ├── StorageError (OSError)           the storage of a tier failed
     │   ├── DirectoryError               an NVMe directory is missing, full, read-only or in use
@@ -140,8 +140,7 @@ class GradientError(ParameterError):
 
 
 class PrecisionError(InfinityError, RuntimeError):
-    """The program uses autocast, GradScaler, or an fp16 backward of an unscaled loss; or a dtype is not
-    supported."""
+    """The program uses autocast, or an fp16 backward of an unscaled loss; or a dtype is not supported."""
 
 
 class StateDictError(InfinityError, ValueError):

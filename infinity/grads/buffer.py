@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -29,6 +29,10 @@ class Arrival(NamedTuple):
     fresh: bool
     factor: float = 1.0
     zero: bool = False
+
+
+#: Of a gradient that replaces another one, as nearly all do.
+FRESH: Final = Arrival(True)
 
 
 class UnitBuffer:
@@ -59,9 +63,9 @@ class UnitBuffer:
         self.arrivals = dict(arrivals)
         self.nbytes = 0
         self.is_wide = is_wide
-        self.there = device.carry()
-        self._keeps = not device.staged and layout.world == 1  # what autograd made
-        self._current = device.current()
+        self._keeps = not device.staged and layout.world == 1  # what autograd made, on the host
+        self.there = contextlib.nullcontext if self._keeps else device.carry()
+        self._current = None if self._keeps else device.current()
         self._device = device
         self._first = first
         self._runs: dict[int, torch.Tensor] = {}  # flat, by the first byte of a run
@@ -84,13 +88,12 @@ class UnitBuffer:
         return 0 if index in self._kept else self.layout.params[index].nbytes
 
     def put(self, index: int, grad: torch.Tensor, *, shared: bool = False) -> None:
-        """Put `grad` as the gradient of parameter `index`. It counts as soon as `arrivals` has it: an
-        interrupt before that leaves the parameter as it was, or lets a repetition put it again. `shared`:
-        other code may write to `grad`."""
+        """Put `grad` as the gradient of parameter `index`, which counts as soon as `arrivals` has it.
+        `shared`: other code may write to `grad`."""
         spec, grad = self.layout.params[index], grad.detach()
         if self._keeps:
             flat = grad.to(spec.dtype).contiguous().view(-1)
-            self.nbytes += self.needs(index)
+            self.nbytes += 0 if index in self._kept else spec.nbytes
             self._kept[index] = flat.clone() if shared and flat.data_ptr() == grad.data_ptr() else flat
             return
         if not self._runs:
@@ -230,6 +233,8 @@ class UnitBuffer:
 
     def mark(self) -> Event | None:
         """Return an event of all that was done with it so far."""
+        if self._keeps:
+            return None
         with self.there():
             return self._device.mark()
 

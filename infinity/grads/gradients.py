@@ -15,11 +15,11 @@ depend on the tier, the size of a chunk or the instruction set.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.unit import ParamUnit
 from infinity.params.updates import Updates
 
-from .buffer import Arrival, UnitBuffer
+from .buffer import FRESH, Arrival, UnitBuffer
 from .gradient_chunks import ChunkGradients
 from .sharded_grad import ShardedGrad
 
@@ -44,6 +44,7 @@ class Gradients:
     Args:
         room: bytes of buffers at a time.
         spare: host bytes that the budget leaves.
+        once: a second gradient of a parameter has no room, unless it is fp32 as the first one.
         scale: the loss scale to begin with.
 
     Attributes:
@@ -63,6 +64,7 @@ class Gradients:
         *,
         room: int,
         spare: int = 0,
+        once: bool = False,
         scale: float = 1.0,
     ) -> None:
         self.units = units
@@ -76,35 +78,44 @@ class Gradients:
         #: Of the shards of this rank alone; where it has the whole, the other ranks have the same.
         self._own = [chunk for unit in units for _, chunk in unit.layout.chunks_of(comm.rank)]
         #: The number of each unit's first parameter, and of each piece's: [Note: norms].
-        self._first = [*accumulate((len(unit.params) for unit in units), initial=0)]
+        self._first = [*itertools.accumulate((len(unit.params) for unit in units), initial=0)]
         owners = [self._first[c.unit] + param for c in self._own for param, *_ in c.norm_pieces]
         self._owners = np.array(owners, dtype=np.int64)
-        self._begun = 0
-        self._numbers: dict[tuple[int, int], int] = {}  # of the gradients that the shards hold
+        self._places = dict(zip((s for unit in units for s in unit.params), itertools.count(), strict=False))
+        self._count = itertools.count(1)
+        self._numbers: dict[ShardedParam, int] = {}  # of the gradients that the shards hold
         self._device = chunks.device
-        self._room, self._spare = room, spare
+        self._room, self._spare, self._once = room, spare, once
         self._filling: dict[int, UnitBuffer] = {}  # unit → what has arrived and was not sent
+        self._taken = 0  # bytes of all buffers, or more
         self._updates = updates
 
     # -- the user's thread ------------------------------------------------------------------
 
     def begin(self, sharded: ShardedParam) -> int:
         """Return the number of a new gradient of a parameter; the one before it is gone."""
-        self._begun += 1
-        self._numbers[sharded.unit, sharded.index] = self._begun
-        return self._begun
+        self._numbers[sharded] = number = next(self._count)
+        return number
 
     def holds(self, grad: ShardedGrad) -> bool:
         """Return whether the shards still hold `grad`: [Note: a gradient is a view]."""
-        return self._numbers.get((grad.sharded.unit, grad.sharded.index)) == grad.number
+        return self._numbers.get(grad.sharded) == grad.number
 
-    def arrived(self, sharded: ShardedParam) -> None:
-        """Take over what autograd has put into `p.grad`; what it added to ours is here already.
+    def arrived(self, sharded: ShardedParam) -> bool:
+        """Take over what autograd has put into `p.grad`; what it added to ours is here already. Return
+        whether all gradients of its unit have arrived that can.
 
         Raises:
             GradientError: `p.grad` is not the parameter's present gradient.
         """
         self._take_over(sharded, 1.0 / self.scale, made=True)
+        buffer = self._filling.get(sharded.unit)
+        if buffer is None:
+            return False
+        for other in self.units[sharded.unit].params:
+            if other.index not in buffer.arrivals and other.spec.trainable and other.param.requires_grad:
+                return False
+        return True
 
     def adopt(self, sharded: ShardedParam) -> bool:
         """Take over a gradient that the user put into `p.grad`, which replaces ours and is unscaled, as
@@ -120,21 +131,52 @@ class Gradients:
         grad = sharded.param.grad
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
-        elif grad is not None:
-            if grad.layout is not torch.strided:
-                raise GradientError(
-                    f"the gradient of {sharded.name!r} is sparse",
-                    expected="dense gradients",
-                    found=f"{grad.layout}, as torch.nn.functional.embedding(…, sparse=True) makes it",
-                    cure="use sparse=False; convert your own sparse gradient with p.grad.to_dense(). "
-                    "`optimizer.zero_grad()` drops this one",
-                )
-            buffer = self._buffer_for(sharded)
-            buffer.put(sharded.index, grad)
-            ours = ShardedGrad(sharded, self, factor)
-            ours.has_graph = made and grad.requires_grad
-            buffer.arrivals[sharded.index] = Arrival(True)
-            sharded.param.grad = ours  # last: after an interrupt it is taken over once more
+            return
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise GradientError(
+                f"the gradient of {sharded.name!r} is sparse",
+                expected="dense gradients",
+                found=f"{grad.layout}, as torch.nn.functional.embedding(…, sparse=True) makes it",
+                cure="use sparse=False; convert your own sparse gradient with p.grad.to_dense(). "
+                "`optimizer.zero_grad()` drops this one",
+            )
+        index = sharded.index
+        buffer = self._filling.get(sharded.unit) or self._buffer_for(sharded)
+        if needs := buffer.needs(index):
+            self._taken += needs
+            if self._taken > self._room:
+                self._make_room(sharded.unit, needs)
+        buffer.put(index, grad)
+        self._numbers[sharded] = number = next(self._count)
+        ours = ShardedGrad(sharded, self, number, factor)
+        ours.has_graph = made and grad.requires_grad
+        buffer.arrivals[index] = FRESH
+        sharded.param.grad = ours
+
+    def present(self, params: Iterable[ShardedParam]) -> dict[ShardedParam, ShardedGrad]:
+        """Return the gradients of those that have one. Settles what the user did to `p.grad`, and waits until
+        all gradients are on their tiers. Collective.
+
+        Raises:
+            GradientError: as `adopt`.
+        """
+        self.reduce_waiting()
+        found: dict[ShardedParam, ShardedGrad] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded in params:
+                grad: Any = sharded.param.grad
+                if grad is None:
+                    continue
+                is_ours = type(grad) is ShardedGrad and grad.sharded is sharded
+                if not is_ours or self._numbers.get(sharded) != grad.number:
+                    self.adopt(sharded)
+                    grad = sharded.param.grad
+                found[sharded] = grad
+        self.wait()
+        self.reconcile()
+        return found
 
     def begin_backward(self) -> None:
         """See to what the user left in `p.grad` before a backward adds to it: gradients of a scaled
@@ -165,61 +207,65 @@ class Gradients:
                 cure='make the change before that backward; or use update="overlap"',
             )
 
-    def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
-        """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
-        scale = self.scale if scaled else 1.0
-        inverse = 1.0 / scale
+    @commit
+    def add(self, grad: ShardedGrad, other: torch.Tensor) -> None:
+        """Add to a gradient what autograd has made, which is multiplied by the loss scale.
+
+        Raises:
+            GradientError: the run was to have one gradient of each parameter in a step.
+        """
+        if self._once and not grad.is_zero and grad.dtype is not torch.float32:
+            self._refuse_second(grad.sharded)
         sharded, index = grad.sharded, grad.sharded.index
         buffer = self._buffer_for(sharded)
         waiting = buffer.arrivals.get(index)
         if waiting is not None and not waiting.zero:  # that goes first
             self.send(self.units[sharded.unit])
             buffer, waiting = self._buffer_for(sharded), None
+        self._make_room(sharded.unit, buffer.needs(index))
         buffer.put(index, other, shared=True)
         # What is added to zero replaces it, and is rounded so, whatever else is in its chunk.
-        arrivals, arrival = buffer.arrivals, Arrival(waiting is not None or grad.is_zero, grad.factor * scale)
-        # No call, so no signal handler, from here on: the factor goes with the arrival, or stays.
-        arrivals[index] = arrival
-        grad.factor, grad.is_zero = inverse, False
+        buffer.arrivals[index] = Arrival(waiting is not None or grad.is_zero, grad.factor * self.scale)
+        grad.factor, grad.is_zero = 1.0 / self.scale, False
 
-    def _buffer_for(self, sharded: ShardedParam, *, is_zero: bool = False) -> UnitBuffer:
-        """Return the buffer that a parameter's gradient is put into, with room for it on the device."""
-        buffer = self._filling.get(sharded.unit) or UnitBuffer(self.units[sharded.unit].layout, self._device)
-        if not is_zero and not self._fits(needs := buffer.needs(sharded.index)):
-            self._make_room(sharded.unit, needs)
-        self._filling[sharded.unit] = buffer
+    def _refuse_second(self, sharded: ShardedParam) -> NoReturn:
+        raise GradientError(
+            f"a second gradient of {sharded.name!r} in a step has no room: it would be added in fp32",
+            expected="with accumulation=1, one gradient of each parameter between two calls of "
+            f"`zero_grad()`: there are {sharded.spec.dtype.itemsize} bytes for each element",
+            found="a further backward, or a layer that reentrant checkpointing uses twice",
+            cure="set Config(accumulation=…) to the number of backwards of a step, or leave it out; or call "
+            "`zero_grad()` after each step; with a layer that is used twice, checkpoint with "
+            "use_reentrant=False",
+        )
+
+    def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
+        """Return the buffer that a parameter's gradient is put into."""
+        buffer = self._filling.get(sharded.unit)
+        if buffer is None:
+            buffer = UnitBuffer(self.units[sharded.unit].layout, self._device)
+            self._filling[sharded.unit] = buffer
         return buffer
 
     def _fits(self, nbytes: int) -> bool:
-        if not nbytes:
-            return True
         for buffer in self._filling.values():
             nbytes += buffer.nbytes
         for leaving in self.chunks.leaving:
             nbytes += leaving.buffer.nbytes
+        self._taken = nbytes
         return nbytes <= self._room
 
     @commit
     def _make_room(self, unit: int, nbytes: int) -> None:
-        """Let go of what is leaving; if that is not enough, of what has arrived of other units, too."""
+        """Have room for `nbytes` more of a unit: let go of what is leaving; if that is not enough, of what
+        has arrived of other units, too."""
+        if self._fits(nbytes):
+            return
         self.chunks.let_go()
         for other in [i for i in self._filling if i != unit]:
             if not self._fits(nbytes):
                 self.send(self.units[other])
                 self.chunks.let_go()
-
-    def complete(self, unit: ParamUnit) -> bool:
-        """Return whether every parameter that can have a gradient has one waiting."""
-        buffer = self._filling.get(unit.index)
-        arrivals = buffer.arrivals if buffer is not None else {}
-        for sharded in unit.params:
-            if sharded.index not in arrivals and sharded.spec.trainable and sharded.param.requires_grad:
-                return False
-        return True
-
-    def reduce(self, unit: ParamUnit) -> None:
-        """The backward of a unit ends: `send` what has arrived."""
-        self.send(unit)
 
     def _are_dropped(self) -> bool:
         """Return whether there were gradients, and the user has let go of all of them."""
@@ -268,15 +314,10 @@ class Gradients:
 
     def send(self, unit: ParamUnit) -> None:
         """Send what has arrived for `unit` to its tier; waits for the unit before it, and for an update that
-        still reads what `unit` had."""
-        if unit.index in self._filling:  # else there is nothing to do, and what leaves goes on leaving
-            self._send_filled(unit)
-
-    @commit
-    def _send_filled(self, unit: ParamUnit) -> None:
-        buffer = self._filling.get(unit.index)  # None: a call that was interrupted has sent it
+        still reads what `unit` had. In a commit."""
+        buffer = self._filling.get(unit.index)
         if buffer is None:
-            return
+            return  # there is nothing to do, and what leaves goes on leaving
         self.chunks.let_go()
         self.chunks.wait(unit.index)
         del self._filling[unit.index]
@@ -284,39 +325,42 @@ class Gradients:
             buffer.seal()
             self._send(buffer)
 
+    reduce = send  # as the backward of a unit ends
+
     def _send(self, buffer: UnitBuffer) -> None:
-        unit = self.units[buffer.layout.index]
-        self.chunks.wait(unit.index)
-        arrivals = buffer.arrivals
-        kept = {
-            p.index
-            for p in unit.params
-            if (not arrivals[p.index].fresh if p.index in arrivals else self._is_ours(p))
-        }
+        """Send a sealed buffer, of whose unit nothing is on its way."""
+        unit, arrivals, kept = self.units[buffer.layout.index], buffer.arrivals, []
+        for sharded in unit.params:
+            arrival = arrivals.get(sharded.index)
+            if not arrival.fresh if arrival is not None else self._is_ours(sharded):
+                kept.append(sharded.index)
         self._keep(unit, kept, arrivals)
         self.chunks.send(buffer)
 
     def _keep(self, unit: ParamUnit, kept: Collection[int], new: Collection[int] = ()) -> None:
-        """Drop the values of chunks that no code will read again: none of their parameters is `kept`, for
-        `new` gradients replace them, or `p.grad` is gone. Then nothing is read, and the slots may flip."""
+        """Forget the gradients of a unit but those of the parameters `kept` and `new`. Drop the values of
+        chunks that no code will read again: none of their parameters is `kept`. Then nothing is read, and the
+        slots may flip."""
+        for sharded in unit.params:
+            if sharded.index not in kept and sharded.index not in new:
+                self._numbers.pop(sharded, None)
         for chunk in unit.layout.trainable_chunks:
-            mine = {segment.param for segment in chunk.segments}
-            if mine.isdisjoint(kept):
-                self.chunks.entries[chunk.id].clear()
-                for i in mine.difference(new):
-                    self._numbers.pop((unit.index, i), None)
+            entry = self.chunks.entries[chunk.id]
+            if entry.dtype is None:
+                continue
+            for segment in chunk.segments:
+                if segment.param in kept:
+                    break
+            else:
+                entry.clear()
 
     def _is_ours(self, sharded: ShardedParam) -> bool:
         grad = sharded.param.grad
         return isinstance(grad, ShardedGrad) and grad.sharded is sharded and self.holds(grad)
 
+    @commit
     def send_all(self) -> None:
         """Send everything that has arrived."""
-        if self._filling:
-            self._send_every()
-
-    @commit
-    def _send_every(self) -> None:
         for index in list(self._filling):
             self.send(self.units[index])
 
@@ -331,7 +375,7 @@ class Gradients:
     @commit
     def zero(self, grad: ShardedGrad) -> None:
         """Make a gradient zero; it stays present."""
-        buffer = self._buffer_for(grad.sharded, is_zero=True)
+        buffer = self._buffer_for(grad.sharded)
         grad.factor, grad.is_zero = 1.0, True
         buffer.arrivals[grad.sharded.index] = Arrival(True, zero=True)
 
@@ -361,7 +405,8 @@ class Gradients:
         self._filling.clear()
         self._numbers.clear()
         for entry in self.chunks.entries.values():
-            entry.clear()
+            if entry.dtype is not None:
+                entry.clear()
 
     @commit
     def full(self, grad: ShardedGrad) -> torch.Tensor:
@@ -408,7 +453,8 @@ class Gradients:
         squares = self._squares()
         factors, wanted = np.zeros(self._first[-1]), np.zeros(self._first[-1], dtype=bool)
         for grad in grads:
-            factors[self._number(grad)], wanted[self._number(grad)] = grad.factor, True
+            place = self._places[grad.sharded]
+            factors[place], wanted[place] = grad.factor, True
         with np.errstate(all="ignore"):  # what is Inf or NaN shows in the answer
             terms = (np.square(factors)[self._owners] * squares)[wanted[self._owners]]
             # cumsum adds one after the other; sum() and np.sum would group in their own ways.
@@ -423,15 +469,12 @@ class Gradients:
         with np.errstate(all="ignore"):
             mine = np.bincount(self._owners, self._squares(), minlength=self._first[-1])
             sums = self._add_up("the norms of gradients", mine.astype(np.float64))
-        return [math.sqrt(sums[self._number(grad)]) * abs(grad.factor) for grad in grads]
-
-    def _number(self, grad: ShardedGrad) -> int:
-        return self._first[grad.sharded.unit] + grad.sharded.index
+        return [math.sqrt(sums[self._places[grad.sharded]]) * abs(grad.factor) for grad in grads]
 
     def _squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of the squares of all pieces."""
         self.chunks.sum_squares()
-        return np.concatenate([np.empty(0), *(self.chunks.entries[c.id].squares for c in self._own)])
+        return np.concatenate([np.empty(0), *[self.chunks.entries[c.id].squares for c in self._own]])
 
     def _add_up(self, what: str, mine: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the sums over all ranks, added in their order. Collective."""
@@ -443,11 +486,14 @@ class Gradients:
     @commit
     def reconcile(self) -> None:
         """Drop from the shards what the user dropped by `p.grad = None`."""
-        for unit in self.units:
-            kept = {p.index for p in unit.params if self._is_ours(p)}
-            self._keep(unit, kept)
-            for i in set(range(len(unit.params))) - kept:
-                self._numbers.pop((unit.index, i), None)
+        dropped = set()
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded, number in self._numbers.items():
+                grad = sharded.param.grad
+                if type(grad) is not ShardedGrad or grad.sharded is not sharded or grad.number != number:
+                    dropped.add(sharded.unit)
+        for unit in (self.units[index] for index in dropped):
+            self._keep(unit, {p.index for p in unit.params if self._is_ours(p)})
 
     def close(self) -> None:
         """Finish and end the worker, and let go of the gradients: Python's collector does not see that a

@@ -93,19 +93,19 @@ class RankGradients(Gradients):
                         found[sharded.name] = change_of(sharded, arrival)
         return found
 
-    def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
-        """Add `other` to a gradient; `scaled`: it is multiplied by the loss scale."""
+    @commit
+    def add(self, grad: ShardedGrad, other: torch.Tensor) -> None:
+        """Add to a gradient what autograd has made, which is multiplied by the loss scale."""
         buffer, index = self._buffer_for(grad.sharded), grad.sharded.index
         waiting = buffer.arrivals.get(index)
         if waiting is None or waiting.zero:
-            super().add(grad, other, scaled=scaled)
+            super().add(grad, other)
             return
         # It is reduced with the rest of the unit, on all ranks at once.
-        scale = self.scale if scaled else 1.0
-        if (factor := grad.factor * scale) != 1.0:
+        if (factor := grad.factor * self.scale) != 1.0:
             buffer.scale(index, factor)
             buffer.arrivals[index] = waiting._replace(factor=waiting.factor * factor)
-            grad.factor = 1.0 / scale
+            grad.factor = 1.0 / self.scale
         buffer.add(index, other)
 
     def read(self, grads: Sequence[ShardedGrad]) -> list[torch.Tensor]:
@@ -125,18 +125,19 @@ class RankGradients(Gradients):
 
     # -- out of the backward ----------------------------------------------------------------
 
-    def _buffer_for(self, sharded: ShardedParam, *, is_zero: bool = False) -> UnitBuffer:
+    def arrived(self, sharded: ShardedParam) -> bool:
+        """Take over what autograd has put into `p.grad`. Return False: ranks reduce a unit where the program
+        says, not where its gradients happen to be there."""
+        super().arrived(sharded)
+        return False
+
+    def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:
         if any(unit == sharded.unit for unit, *_ in self._under_way):
             self._finish_reduced()
-        return super()._buffer_for(sharded, is_zero=is_zero)
+        return super()._buffer_for(sharded)
 
-    def _fits(self, nbytes: int) -> bool:
-        return True  # a unit is sent where the program says, on all ranks
-
-    def complete(self, unit: ParamUnit) -> bool:
-        """Return False: ranks reduce a unit where the program says, not where its gradients happen to be
-        there."""
-        return False
+    def _make_room(self, unit: int, nbytes: int) -> None:
+        """Nothing: a unit is sent where the program says, on all ranks."""
 
     @commit
     def reduce(self, unit: ParamUnit) -> None:
@@ -224,6 +225,7 @@ class RankGradients(Gradients):
             index, mine, task = self._under_way.popleft()
             self._comm.finish(task)
             buffer: UnitBuffer = task.result()
+            self.chunks.wait(index)
             for i in elsewhere(mine, buffer.arrivals):  # what arrived elsewhere is this rank's, too
                 sharded = self.units[index].params[i]
                 buffer.arrivals[i] = self._arrived_elsewhere(sharded, buffer.arrivals[i])
@@ -233,7 +235,7 @@ class RankGradients(Gradients):
         """Add a gradient of a parameter for which one has arrived only on another rank (`elsewhere`)."""
         grad = sharded.param.grad
         if not isinstance(grad, ShardedGrad) or (arrival.fresh and not self.holds(grad)):
-            sharded.param.grad = ShardedGrad(sharded, self, 1.0 / self.scale)
+            sharded.param.grad = ShardedGrad(sharded, self, self.begin(sharded), 1.0 / self.scale)
             return arrival
         if not arrival.fresh:
             arrival = arrival._replace(factor=grad.factor * self.scale)

@@ -1,10 +1,10 @@
 """`p.grad` after a backward: a tensor subclass without storage that reads from the shards.
 
-It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms come from
-the shards (unscaled), and a multiplication by a scalar or a one-element tensor records a factor
-that the update applies. `clip_grad_value_` works, too: the engine clamps the shards. Adding a tensor
-accumulates, which is also how autograd delivers a second backward. An operator that only reads gets
-the whole gradient, unscaled, for the duration of that operator. Every other edit raises `GradientError`.
+It has the parameter's metadata. torch's `clip_grad_norm_` works on it: norms come from the shards (unscaled),
+and a multiplication by a scalar or a one-element tensor records a factor that the update applies. So do
+`clip_grad_value_`, for which the engine clamps the shards, and the `unscale_` of a GradScaler. autograd adds
+to it, in a later backward. An operator that only reads gets the whole gradient, unscaled, for the duration of
+that operator. Every other edit would be lost, and raises `GradientError`.
 
 [Note: a gradient is a view] It has no values of its own: it shows the values in the shards of its
 parameter. When the shards get another gradient, every use of the old object raises an error, also when the
@@ -16,13 +16,13 @@ view would be lost, and raises an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from infinity.core.commits import in_backward
-from infinity.core.errors import GradientError, PrecisionError
+from infinity.core.errors import GradientError
 from infinity.params.param import ShardedParam
 
 aten: Any = torch.ops.aten
@@ -40,8 +40,8 @@ class GradientSource(Protocol):
     def check_unused(self, sharded: ShardedParam) -> None:
         """Raise `GradientError` if a parameter was updated with it already."""
 
-    def add(self, grad: ShardedGrad, other: torch.Tensor, *, scaled: bool) -> None:
-        """Add to it; `scaled`: what is added is multiplied by the loss scale."""
+    def add(self, grad: ShardedGrad, other: torch.Tensor) -> None:
+        """Add what autograd has made, of a scaled loss."""
 
     def full(self, grad: ShardedGrad) -> torch.Tensor:
         """Return it as one fp32 host tensor: unscaled, with its factor."""
@@ -59,30 +59,24 @@ class GradientSource(Protocol):
         """Limit its elements, unscaled, to `low` … `high`, which have zero between them."""
 
 
-class _Step(NamedTuple):
-    """An operator that makes a view: of several views the one that is `which`."""
-
-    func: Any
-    more: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    which: int | None = None
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return its view of `tensor`."""
-        made = self.func(tensor, *self.more, **self.kwargs)
-        return made if self.which is None else made[self.which]  # type: ignore[no-any-return]
-
-
 class _Shown(torch.Tensor):
     """What shows a gradient, or a part of it: [Note: a gradient is a view]."""
 
-    steps: tuple[_Step, ...] = ()  # from the whole gradient to what this shows
     _whole: ShardedGrad
+    _part: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def of(self) -> ShardedGrad:
         """The gradient."""
         return self if isinstance(self, ShardedGrad) else self._whole
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this shows of the values of the whole gradient."""
+        return whole if self._part is None else self._part(whole)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        kind, name = type(self).__name__, self.of.sharded.name
+        return f"{kind}({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
     def data(self) -> torch.Tensor:
@@ -132,26 +126,19 @@ class _Shown(torch.Tensor):
                 answer = general(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
-        if "_amp_" in str(func):
-            raise PrecisionError(
-                "torch's GradScaler cannot unscale gradients that are in shards",
-                expected="`optimizer.scale(loss).backward()` and `optimizer.step()`",
-                found=str(func),
-                cure="drop the GradScaler: the optimizer scales, unscales and checks for overflow",
-            )
         raise GradientError(
             f"the gradient of {found[0].of.sharded.name!r} is in shards",
-            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a scalar, add_() of a "
-            "tensor, zero_(), metadata, or an operator that only reads it",
+            expected="clip_grad_norm_, clip_grad_value_, mul_() or div_() by a number, zero_(), metadata, or "
+            "an operator that only reads it",
             found=str(func),
             cure="edit the values of `g = infinity.gradient(p)`, and assign them with "
-            "`p.grad = g.to(p.device, p.dtype)`",
+            "`p.grad = g.to(p.device, p.dtype)`; with several ranks, add a term to the loss",
         )
 
     def show(self) -> torch.Tensor:
         """Return the values that it shows now, a tensor of their own. Collective, with several ranks."""
         self.of.check()
-        return _through(self, self.of.source.read([self.of])[0])
+        return self.part(self.of.source.read([self.of])[0])
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return its values as an array that cannot be edited: in torch an edit would be one of `p.grad`."""
@@ -163,14 +150,17 @@ class _Shown(torch.Tensor):
         """Return its values as numbers in lists."""
         return self.show().tolist()
 
-    def __dlpack__(self, **options: Any) -> Any:
+    def __dlpack__(self, *args: Any, **options: Any) -> Any:
         """Refused: who gets its memory may edit it, and it has none."""
         raise GradientError(
             f"the gradient of {self.of.sharded.name!r} is in shards and has no memory to share",
-            expected="`infinity.gradient(parameter)`",
-            found="an exchange of memory by DLPack",
-            cure="share the tensor that `infinity.gradient(parameter)` returns",
+            expected="`infinity.gradient(parameter)`, which returns a tensor",
+            found="an exchange of memory: DLPack, or share_memory_()",
+            cure="share the tensor that `infinity.gradient(parameter)` returns; or drop the gradient, "
+            "`optimizer.zero_grad()`",
         )
+
+    share_memory_ = __dlpack__
 
     def __format__(self, spec: str) -> str:
         return repr(self) if self.dim() else format(self.item(), spec)
@@ -198,8 +188,10 @@ class ShardedGrad(_Shown):
     number: int
 
     @staticmethod
-    def __new__(cls, sharded: ShardedParam, source: GradientSource, factor: float = 1.0) -> ShardedGrad:
-        """Make the wrapper for a new gradient of `sharded`, which `source` is about to get."""
+    def __new__(
+        cls, sharded: ShardedParam, source: GradientSource, number: int, factor: float = 1.0
+    ) -> ShardedGrad:
+        """Make the wrapper for a new gradient of `sharded`, which `source` has given this `number`."""
         grad = torch.Tensor._make_wrapper_subclass(
             cls,
             sharded.spec.shape,
@@ -209,7 +201,7 @@ class ShardedGrad(_Shown):
         grad.sharded = sharded
         grad.source = source
         grad.factor = factor
-        grad.number = source.begin(sharded)
+        grad.number = number
         return grad
 
     def scale_by(self, factor: float) -> None:
@@ -237,35 +229,18 @@ class ShardedGrad(_Shown):
                 "put them back with `p.grad = g.to(p.device, p.dtype)`",
             )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"ShardedGrad({self.sharded.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def share_memory_(self) -> Any:
-        """Refused: there is no storage to share."""
-        raise GradientError(
-            f"the gradient of {self.sharded.name!r} is in shards and cannot be shared",
-            expected="a model without gradients",
-            found="share_memory_()",
-            cure="call optimizer.zero_grad() first; share the tensor that `infinity.gradient(parameter)` "
-            "returns",
-        )
-
 
 class GradientView(_Shown):
     """A view of a `ShardedGrad`, or of another view: read only."""
 
     @staticmethod
-    def __new__(cls, of: _Shown, step: _Step) -> GradientView:
-        """Make the view that `step` makes of what `of` shows."""
-        meta = step.of(_like(of))
+    def __new__(cls, of: ShardedGrad, like: torch.Tensor) -> GradientView:
+        """Make a view of a gradient that is laid out `like` a tensor."""
         view = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, meta.stride(), dtype=meta.dtype, device=of.device
+            cls, like.shape, like.stride(), dtype=like.dtype, device=of.device
         )
-        view._whole, view.steps = of.of, (*of.steps, step)
+        view._whole = of
         return view
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"GradientView({self.of.sharded.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _flat(args: tuple[Any, ...]) -> list[Any]:
@@ -285,26 +260,26 @@ def _check_graph(func: Any, found: Sequence[_Shown]) -> None:
     )
 
 
-def _like(shown: _Shown) -> torch.Tensor:
-    """Return a tensor without values that is laid out as what `shown` shows."""
-    return torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device="meta")
-
-
-def _through(shown: _Shown, whole: torch.Tensor) -> torch.Tensor:
-    for step in shown.steps:
-        whole = step.of(whole)
-    return whole
-
-
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a view of what `args` begins with: nothing is read."""
+    """Make a view of what `args` begins with, or the views of it: nothing is read."""
     if not func.is_view or not isinstance(args[0], _Shown):
         return NotImplemented
-    shown, step = args[0], _Step(func, args[1:], kwargs)
-    made = step.of(_like(shown))
-    if isinstance(made, torch.Tensor):
-        return GradientView(shown, step)
-    return [GradientView(shown, step._replace(which=i)) for i in range(len(made))]
+    shown = args[0]
+
+    def views(tensor: torch.Tensor) -> Any:
+        return func(tensor, *args[1:], **kwargs)
+
+    def view(like: torch.Tensor, which: int | None = None) -> GradientView:
+        def part(whole: torch.Tensor) -> Any:
+            found = views(shown.part(whole))
+            return found if which is None else found[which]
+
+        view = GradientView(shown.of, like)
+        view._part = part
+        return view
+
+    made = views(torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device="meta"))
+    return view(made) if isinstance(made, torch.Tensor) else [view(each, i) for i, each in enumerate(made)]
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -316,28 +291,34 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # what autograd adds is scaled, and what is read is not
     if any(isinstance(s, _Shown) for name, value in named if name in edited for s in _flat((value,))):
         return NotImplemented
-    shown = [a for a in _flat((*args, *kwargs.values())) if isinstance(a, _Shown)]
-    grads = list({id(s.of): s.of for s in shown}.values())
-    values = dict(zip(map(id, grads), grads[0].source.read(grads), strict=True))
+    grads = {s.of: None for s in _flat((*args, *kwargs.values())) if isinstance(s, _Shown)}
+    values = dict(_by_source([*grads], lambda source, of: source.read(of)))
 
     def valued(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)):
             return type(arg)(valued(a) for a in arg)
-        return _through(arg, values[id(arg.of)]) if isinstance(arg, _Shown) else arg
+        return arg.part(values[arg.of]) if isinstance(arg, _Shown) else arg
 
     return func(*valued(args), **{name: valued(value) for name, value in kwargs.items()})
 
 
+def _by_source(
+    grads: Sequence[ShardedGrad], ask: Callable[[GradientSource, list[ShardedGrad]], Sequence[Any]]
+) -> Iterator[tuple[ShardedGrad, Any]]:
+    """Yield each gradient, and what its source answers for it. Each source is asked once: there may be
+    several models."""
+    for source in dict.fromkeys(grad.source for grad in grads):
+        of = [grad for grad in grads if grad.source is source]
+        yield from zip(of, ask(source, of), strict=True)
+
+
 def _add_in_place(grad: Any, other: Any, *, alpha: float = 1) -> Any:
-    if not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor):
-        return NotImplemented
-    if other.shape != grad.shape:
-        return NotImplemented
-    if isinstance(other, _Shown):
-        other = other.show()
-    other = other if alpha == 1 else other * alpha
     # In a backward it is autograd that adds, and then it is the gradient of a scaled loss.
-    grad.source.add(grad, other, scaled=in_backward())
+    if not in_backward() or not isinstance(grad, ShardedGrad) or not isinstance(other, torch.Tensor):
+        return NotImplemented
+    if alpha != 1 or other.shape != grad.shape or isinstance(other, _Shown):
+        return NotImplemented
+    grad.source.add(grad, other)
     grad.has_graph |= other.requires_grad
     return grad
 
@@ -347,7 +328,7 @@ def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     # tensor, and the one before it is gone. Nobody else gets one.
     if not _accumulates() or _add_in_place(grad, other, alpha=alpha) is NotImplemented:
         return NotImplemented
-    made = ShardedGrad(grad.sharded, grad.source, grad.factor)
+    made = ShardedGrad(grad.sharded, grad.source, grad.source.begin(grad.sharded), grad.factor)
     made.has_graph = grad.has_graph
     return made
 
@@ -387,21 +368,27 @@ def _norm(grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, 
 
 
 def _foreach_norm(grads: list[Any], ord: float = 2, dtype: Any = None) -> Any:
-    ours = [g for g in grads if isinstance(g, ShardedGrad)]
-    # Of 2-norms the squares are there; for others all is read.
-    norms = iter(ours[0].source.norms(ours) if ord == 2 and ours else ())
-    found = []
-    for grad in grads:
-        if not isinstance(grad, ShardedGrad):
-            found.append(torch.linalg.vector_norm(grad, ord, dtype=dtype))
-        elif ord == 2:
-            # On a device `torch.tensor` would wait for it. A float32 may be too small for a norm: Inf.
-            value = torch.full((), next(norms), dtype=torch.float64, device=grad.device)
-            found.append(value.to(dtype or torch.float32))
-        else:
-            value = torch.linalg.vector_norm(grad.source.full(grad), ord)
-            found.append(value.to(device=grad.device, dtype=dtype or torch.float32))
-    return found
+    def norms(source: GradientSource, of: list[ShardedGrad]) -> list[float]:
+        if ord == 2:  # the squares are there; for other norms all is read
+            return source.norms(of)
+        return [float(torch.linalg.vector_norm(source.full(grad), ord)) for grad in of]
+
+    ours = dict(_by_source([g for g in grads if isinstance(g, ShardedGrad)], norms))
+    return [
+        # On a device `torch.tensor` would wait for it. A float32 may be too small for a norm: Inf.
+        torch.full((), ours[g], dtype=torch.float64, device=g.device).to(dtype or torch.float32)
+        if g in ours
+        else torch.linalg.vector_norm(g, ord, dtype=dtype)
+        for g in grads
+    ]
+
+
+def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """As `GradScaler.unscale_` does: set `found_inf` if a value is not finite, and multiply."""
+    norms = _foreach_norm(grads, dtype=torch.float64)
+    if not all(norm.isfinite() for norm in norms):
+        found_inf.fill_(1.0)
+    _foreach_mul(grads, float(inverse))
 
 
 def _zero(grad: Any) -> Any:
@@ -440,10 +427,9 @@ _HANDLERS: dict[Any, Any] = {
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.zero_.default: _zero,
     aten.clamp_.default: _clamp,
-    aten.clamp_min_.default: _clamp,
-    aten.clamp_max_.default: lambda grad, high: _clamp(grad, None, high),
     aten._foreach_clamp_min_.Scalar: lambda grads, low: _foreach_clamp(grads, low, None),
     aten._foreach_clamp_max_.Scalar: lambda grads, high: _foreach_clamp(grads, None, high),
     aten.detach.default: _same,

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from infinity.core.errors import (
     WrapError,
 )
 from infinity.core.stack import broadcast_has_model, is_for_checkpoint, is_prepared_now
+from infinity.grads.sharded_grad import ShardedGrad
 from infinity.hardware.ranks import told
 from infinity.params.eager import eager
 from infinity.params.instead import cure_of_library
@@ -42,6 +43,22 @@ DELAY_WARMUP_STEPS: Final = 40
 LOSS_SCALE_WINDOW: Final = 2000
 #: What of a state dict changes the copies.
 _COPIED: Final = ("master", "front")
+
+
+def _counted(
+    present: Mapping[ShardedParam, ShardedGrad], options: Mapping[ShardedParam, ParamUpdate], clip: float
+) -> dict[tuple[int, int], ParamUpdate]:
+    """Count an update of each parameter; return its scalars, by unit and parameter."""
+    updates: dict[tuple[int, int], ParamUpdate] = {}
+    alike: dict[tuple[int, int, float], ParamUpdate] = {}  # nearly all of a group are
+    for sharded, grad in present.items():
+        of_group = options[sharded]
+        sharded.step += of_group.step
+        key = id(of_group), sharded.step, grad.factor
+        if key not in alike:
+            alike[key] = of_group._replace(step=max(sharded.step, 1), grad_scale=grad.factor * clip)
+        updates[sharded.unit, sharded.index] = alike[key]
+    return updates
 
 
 def _clip(limit: float, norm: float) -> float:
@@ -118,6 +135,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits, self._updater = parts.edits, parts.updater
         self._config = config
         self._params = params
+        self._known = {id(param): sharded for param, sharded in params.items()}  # no hash of torch's
         self.rule = rule
         self._fp16 = config.compute_dtype is torch.float16
         self._skips = self._fp16 or config.skip_nonfinite  # steps whose gradients are not finite
@@ -243,7 +261,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"a step whose gradients or parameters have changed behind its update ({wrong.found})"
             )
             raise wrong
-        self.grad_norm = self._norm(self.behind.params)  # the last that waits: an interrupt ends it before
+        grads = (s.param.grad for s in self.behind.params)
+        # The last that waits: an interrupt ends it before.
+        self.grad_norm = self._gradients.norm(grads)  # type: ignore[arg-type]
         self._gradients.stepped()
         self.behind.forget()
         self._steps += 1
@@ -253,9 +273,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             present = self._check_step()
         changing = {s.unit for s in present}
         edited = self._edits.found()
-        agree_on_step(self._comm, present, self.param_groups)
+        agree_on_step(self._comm, [*present], self.param_groups)
         self._edits.agree(edited, self._residency)
-        norm = self._norm(present)
+        norm = self._gradients.norm(present.values())
         self._edits.check_delayed()
         options = self.options()
         self._residency.wait_loaded(changing)  # what is loaded ahead is freed below
@@ -264,7 +284,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _make_step(
         self,
-        present: list[ShardedParam],
+        present: Mapping[ShardedParam, ShardedGrad],
         norm: float,
         changing: set[int],
         options: Mapping[ShardedParam, ParamUpdate],
@@ -286,17 +306,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._edits.adopt_all()
         # What does not change stays on the device: frozen units, and those without gradients.
         self._residency.reshard_all(changing)
-        updates = {}  # with the scalars of now: `scheduler.step()` edits them next
-        for sharded in present:
-            factor = sharded.param.grad.factor * clip  # type: ignore[union-attr]
-            updates[sharded.unit, sharded.index] = options[sharded].of(sharded, factor)
+        updates = _counted(present, options, clip)  # with the scalars of now: `scheduler.step()` edits them
+        matrices = [s for s in present if s.spec.matrix]
         order = self._residency.cache.forward_order()
-        if any(s.spec.matrix for s in present) and self._comm.world > 1 and self._config.zero_stage < 3:
+        if matrices and self._comm.world > 1 and self._config.zero_stage < 3:
             order = [*self._residency.units]  # forwards may differ, and the order of rounds must not
         work = chunk_updates(self._tiers, order, updates)
         # Versions first: a graph from before the step must fail, whatever becomes of the update.
-        bump(present)
-        matrices = sum(bool(s.spec.matrix and s.spec.numel) for s in present)
+        bump([*present])
         if self.delaying:
             # The next forward uses what has just been published ([Note: two versions]).
             self._updater.post(work, delayed=True)
@@ -305,7 +322,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             # is waited for where it is used, and everything by the next step; with "sync" by the end
             # of this one, or after an interrupt by the next. Posted first: who looks at a parameter in
             # between, on another thread, finds something to wait for.
-            self._updater.post(work, matrices=matrices)
+            self._updater.post(work, matrices=len([s for s in matrices if s.spec.numel]))
             self._residency.expect_updates({u.chunk.unit for u in work})
         self._steps += 1
         if self._fp16:
@@ -314,8 +331,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._good_steps = 0
                 self._gradients.rescale(min(self._gradients.scale * 2, 2.0**24))
 
-    def _check_step(self) -> list[ShardedParam]:
-        """Return the parameters that have a gradient; raise where a step cannot be made."""
+    def _check_step(self) -> dict[ShardedParam, ShardedGrad]:
+        """Return the gradients of the parameters that have one; raise where a step cannot be made."""
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             self.rule.check(group, f"param group {index}")
         present = self._present()
@@ -376,7 +393,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch._C.DisableTorchFunctionSubclass():
                 for param in params:
                     param.grad = None
-                left = any(param.grad is not None for param in self._params)
+                left = [param for param in self._params if param.grad is not None]
             if not left:
                 self._gradients.clear()
             else:  # of those that are in no group any more the gradient stays
@@ -392,11 +409,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before clipping, fp32."""
         self._seams.finish()
-        present = self._present()
-        norm = self._norm(present)
+        grads = self._present().values()
+        norm = self._gradients.norm(grads)
         clip = _clip(limit, norm)
-        for sharded in present:
-            sharded.param.grad.scale_by(clip)  # type: ignore[union-attr]
+        for grad in grads:
+            grad.scale_by(clip)
         return torch.tensor(norm, dtype=torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -421,29 +438,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # -- the step ---------------------------------------------------------------------------
 
-    def _present(self) -> list[ShardedParam]:
-        """Return the parameters that have a gradient; settle what the user did to `p.grad`."""
-        self._gradients.reduce_waiting()
-        present, known = [], {id(s.param): s for s in self._params.values()}
+    def _present(self) -> dict[ShardedParam, ShardedGrad]:
+        """Return the gradients of the parameters that have one; settle what the user did to `p.grad`."""
+        params = []
         for group in self.param_groups:
             for param in group["params"]:
-                sharded = known.get(id(param))
-                if sharded is not None and self._gradients.adopt(sharded):
-                    present.append(sharded)
-                elif sharded is None and param.grad is not None:
+                sharded = self._known.get(id(param))
+                if sharded is not None:
+                    params.append(sharded)
+                elif param.grad is not None:
                     raise GradientError(
                         "a param group has a parameter that the optimizer did not have at `wrap`",
                         expected="the parameters that the optimizer had at `wrap`",
                         found=f"a parameter of shape {tuple(param.shape)}",
                         cure="wrap the model with the optimizer that has all parameters",
                     )
-        self._gradients.wait()
-        self._gradients.reconcile()
-        return present
-
-    def _norm(self, present: Iterable[ShardedParam]) -> float:
-        """Return the global 2-norm of the gradients, unscaled and with their factors."""
-        return self._gradients.norm(s.param.grad for s in present)  # type: ignore[misc]
+        return self._gradients.present(params)
 
     def options(self) -> dict[ShardedParam, ParamUpdate]:
         """Return the options that the param groups set for each parameter, without its step and its factor.
@@ -455,8 +465,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):  # users edit groups as the run goes
             self.rule.check(group, f"param group {index}")
             rule = self.rule.of(group)
-            ours = [self._params[p] for p in group["params"] if p in self._params]
-            if any(s.spec.trainable and bool(s.spec.matrix) is not rule.whole for s in ours):
+            ours = [s for p in group["params"] if (s := self._known.get(id(p))) is not None]
+            if [s for s in ours if s.spec.trainable and bool(s.spec.matrix) is not rule.whole]:
                 raise OptimizerTypeError(
                     "a param group has changed use_muon after `wrap`, which laid out its state",
                     expected=f"use_muon={not rule.whole}, as at `wrap`",

@@ -166,7 +166,7 @@ class UnitLayout:
         """Bytes of the whole unit's copy, as forward and backward use it."""
         return sum(r.nbytes for r in self.runs)
 
-    @property
+    @functools.cached_property
     def world(self) -> int:
         """How many ranks have a slice of each run."""
         return self.runs[0].world

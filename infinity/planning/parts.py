@@ -10,7 +10,8 @@ in that function's lease and in `_with_update`, a name in `PURPOSES`, and its re
 - ``state``: [master,] in fp32, or of a split one the lower halves; then the moments of the optimizer, in
   `optimizer_state_dtype`, or, of parameters that `optimizer_state_fp32` matches, in fp32; of moments in 8
   bits the codes, then the scales;
-- ``gradient``, one section with room for fp32; a second slot where a backward runs beside an update.
+- ``gradient``, one section with room for fp32, in which gradients of several backwards are added up, or, of
+  `is_made_once`, for the compute dtype; a second slot where a backward runs beside an update.
 """
 
 from __future__ import annotations
@@ -92,6 +93,13 @@ def scales_of(name: str) -> str:
 def alignment_of(config: Config) -> int:
     """Return a number of elements on whose multiples parameters and slices begin."""
     return MOMENT_BLOCK if config.optimizer_state_dtype == "8bit" else SEGMENT_ELEMENTS
+
+
+def is_made_once(config: Config, world: int) -> bool:
+    """Return whether each gradient of a step is made by one backward, and replaces what was there. Then it
+    needs no room for a sum in fp32: the compute dtype has its bits. Not in ZeRO stages 0 and 1 of several
+    ranks, whose gradients wait on the device for their sum over the ranks."""
+    return config.accumulation == 1 and (world == 1 or config.zero_stage > 1)
 
 
 class Part(NamedTuple):
@@ -245,6 +253,7 @@ def plan_chunks(
     staged: bool,
     delayed: bool = False,
     split: bool = False,
+    once: bool = False,
     places: Mapping[int, InPlace] | None = None,
 ) -> tuple[ChunkParts, ...]:
     """Return the parts of every chunk, by chunk id.
@@ -254,6 +263,7 @@ def plan_chunks(
         staged: whether what moves between host and device needs pinned leases (a device of its own).
         delayed: updates are one step behind, which takes a second copy and a second gradient.
         split: masters are split where the copy is in bf16: [Note: halves].
+        once: gradients are made once: `is_made_once`.
         places: how frozen chunks are read whose compute parameters stay in foreign files, by chunk id.
     """
     made: dict[object, ChunkParts] = {}  # nearly all chunks are alike
@@ -269,7 +279,9 @@ def plan_chunks(
             key = chunk.numel, chunk.precision, chunk.matrix, chunk.fp32_moments, tiers
             if key not in made:
                 kept, halved = kept_of(chunk, moments), split and chunk.precision == "bf16"
-                made[key] = _parts_of(chunk, kept, *tiers, staged=staged, delayed=delayed, split=halved)
+                made[key] = _parts_of(
+                    chunk, kept, *tiers, staged=staged, delayed=delayed, split=halved, once=once
+                )
             plans.append(made[key])
     return tuple(plans)
 
@@ -299,8 +311,10 @@ def _parts_of(
     staged: bool,
     delayed: bool,
     split: bool,
+    once: bool,
 ) -> ChunkParts:
     nbytes, fp32 = ceil_to(chunk.copy_nbytes, ALIGNMENT), ceil_to(chunk.section_nbytes, ALIGNMENT)
+    of_gradient = nbytes if once else fp32
     on_nvme = copy_tier is Tier.NVME
     load_lease = nbytes if on_nvme else 0
     used = Moved(  # by forward and backward
@@ -320,7 +334,7 @@ def _parts_of(
     sections = (*(() if shared else (nbytes,) if split else (fp32,)), *of_moments)
     sizes = (
         sum(sections) if state_tier is Tier.NVME else 0,
-        fp32 if gradient_tier in crossing else 0,
+        of_gradient if gradient_tier in crossing else 0,
         nbytes if copy_tier in crossing else 0,
     )
     begins = (sum(sizes[:i]) if size else None for i, size in enumerate(sizes))
@@ -330,11 +344,11 @@ def _parts_of(
     parts = {
         "copy": Part((nbytes,), (copy_tier, back) if delayed else (copy_tier,), copy_begins),
         "state": Part(sections, (state_tier,), state_begins),
-        "gradient": Part((fp32,), (gradient_tier,) * (2 if delayed else 1), gradient_begins),
+        "gradient": Part((of_gradient,), (gradient_tier,) * (2 if delayed else 1), gradient_begins),
     }
     converted = gradient_tier is Tier.NVME or staged or chunk.precision != "fp32"
     moved = _with_update(used, parts, shared or split)
-    gradient_lease = fp32 if converted else 0
+    gradient_lease = of_gradient if converted else 0
     leases = load_lease, sum(sizes), gradient_lease
     return ChunkParts(parts, shared, *leases, moved, moments=moments, is_split=split)
 

@@ -16,7 +16,7 @@ from infinity.core.sizes import Tier, format_size
 from .footprint import Budget, Demand, Footprint, demand, within
 from .machine import Machine, Standing, on_drives
 from .partition import ParamSpec, UnitLayout, partition
-from .parts import ADAM, alignment_of, kept_of, moments_of, plan_chunks
+from .parts import ADAM, alignment_of, is_made_once, kept_of, moments_of, plan_chunks
 from .placement import assign
 
 #: More than any machine has: with it a footprint is what a run would like, not what it may have.
@@ -159,6 +159,7 @@ class Planner:
             config.optimizer_state_dtype,
             cut,
             config.update,
+            once := is_made_once(config, machine.ranks),
             machine.staged,
             weights,
             stage,
@@ -177,6 +178,7 @@ class Planner:
                 staged=machine.staged,
                 delayed=config.update == "delayed",
                 split=config.split_master,
+                once=once,
             )
             sets, staged = self.model.working_sets, machine.staged
             self._demands[key] = demand(
