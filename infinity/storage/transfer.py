@@ -51,28 +51,26 @@ class SlotState:
 
     Attributes:
         chunk, part: whose it is.
-        extent: where it lies; None: not on NVMe.
+        extent: where it lies.
         file: that it is in, if that is not ours; None: an arena.
-        sections: bytes of each section.
-        length: bytes that it holds: all of the part's, or fewer where fewer were written.
+        sizes: bytes that each section holds: all, or fewer where fewer were written.
         crcs: of each section; None: the first read says.
         write, reads: what is pending: the last write, and the reads.
     """
 
-    __slots__ = ("chunk", "crcs", "extent", "file", "length", "part", "reads", "sections", "write")
+    __slots__ = ("chunk", "crcs", "extent", "file", "part", "reads", "sizes", "write")
 
     def __init__(
         self,
         chunk: int,
         part: str,
-        sections: Sequence[int],
-        extent: Extent | None,
+        sizes: Sequence[int],
+        extent: Extent,
         crcs: Sequence[int | None],
         file: DirectFile | None = None,
     ) -> None:
-        self.chunk, self.part, self.sections, self.extent, self.file = chunk, part, sections, extent, file
-        self.crcs = [*crcs]
-        self.length = sum(sections)
+        self.chunk, self.part, self.extent, self.file = chunk, part, extent, file
+        self.sizes, self.crcs = sizes, crcs
         self.write: Transfer | None = None
         self.reads: set[Transfer] = set()
 
@@ -85,8 +83,8 @@ class Transfer:
 
     Args:
         slot: what is moved to or from.
-        first, sizes: of neighbouring sections, the index of the first, and the valid bytes of each.
-        extent: of the file; None: there is nothing to move, and it is finished.
+        sizes: the valid bytes of each section.
+        extent: of the file.
         lease, offset: where in memory.
 
     Attributes:
@@ -96,7 +94,7 @@ class Transfer:
     """
 
     __slots__ = (
-        *("_busy", "_crcs", "_first", "_order", "error", "extent", "finished", "is_write", "lease", "nbytes"),
+        *("_busy", "_crcs", "_order", "error", "extent", "finished", "is_write", "lease", "nbytes"),
         *("offset", "priority", "seen", "sizes", "slot", "ticket", "waited_by", "waits_for"),
     )
 
@@ -104,9 +102,8 @@ class Transfer:
         self,
         order: Order,
         slot: SlotState,
-        first: int,
         sizes: Sequence[int],
-        extent: Extent | None,
+        extent: Extent,
         lease: Lease,
         offset: int,
         priority: Priority,
@@ -114,8 +111,8 @@ class Transfer:
         is_write: bool = False,
     ) -> None:
         self._order = order
-        self.slot, self._first, self.sizes = slot, first, sizes
-        self._crcs = slot.crcs[first : first + len(sizes)]  # as those of a read must be
+        self.slot, self.sizes = slot, sizes
+        self._crcs = slot.crcs  # as those of a read must be
         self.nbytes = sum(sizes)
         self.extent = extent
         self.lease, self.offset = lease, offset
@@ -124,7 +121,7 @@ class Transfer:
         self.ticket: Ticket | None = None
         self.waits_for: set[Transfer] = set()
         self.waited_by: list[Transfer] = []
-        self.finished = extent is None
+        self.finished = not extent.nbytes
         self.error: InfinityError | None = None
         self.seen = False  # whether somebody was told of the error
 
@@ -162,8 +159,8 @@ class Transfer:
             raise DeadlineError(
                 f"the {self.name} is not complete",
                 path=self._order.path_of(self),
-                offset=self.extent and self.extent.offset,
-                nbytes=self.extent and self.extent.nbytes,
+                offset=self.extent.offset,
+                nbytes=self.extent.nbytes,
                 expected=f"{timeout} s at most",
                 found="still under way",
                 cure="wait longer",
@@ -236,7 +233,6 @@ class Transfer:
 
     def _record(self, ticket: Ticket) -> None:
         log, extent = self._order.recorder.log, self.extent
-        assert extent is not None
         _, started, finished = ticket.times
         if log is not None and started and finished:
             log.add(
@@ -251,14 +247,14 @@ class Transfer:
 
     def _check(self) -> CorruptionError | None:
         """Compare what was read with what the slot holds; see [Note: every read is checked]."""
-        slot, extent = self.slot, self.extent
-        assert extent is not None
-        at, number = extent.offset, self._first
+        slot, at = self.slot, self.extent.offset
         crcs = crcs_of(self.lease.io_address + self.offset, self.sizes)
-        for size, found, expected in zip(self.sizes, crcs, self._crcs, strict=True):
-            if expected is None:
-                with self._order.lock:
-                    expected = slot.crcs[number] = found if slot.crcs[number] is None else slot.crcs[number]
+        if None in self._crcs:
+            with self._order.lock:
+                if None in slot.crcs:
+                    slot.crcs = crcs
+            self._crcs = slot.crcs
+        for number, (size, found, expected) in enumerate(zip(self.sizes, crcs, self._crcs, strict=True)):
             if found != expected:
                 path, foreign = self._order.path_of(self), slot.file is not None
                 what = f"section {number} of part {slot.part!r} of chunk {slot.chunk} is not what was written"
@@ -273,7 +269,7 @@ class Transfer:
                     if foreign
                     else "check the drive (smartctl, dmesg); start again from a checkpoint",
                 )
-            at, number = at + size, number + 1
+            at += size
         return None
 
 
@@ -308,7 +304,7 @@ class Order:
         slot, extent, lease = transfer.slot, transfer.extent, transfer.lease
         try:
             transfer.lease = lease.retain()
-            if extent is not None and transfer.lease.is_guarded:
+            if lease.is_guarded:
                 transfer.lease.begin_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
             before = [] if slot.write is None else [slot.write]
             if transfer.is_write:
@@ -345,7 +341,7 @@ class Order:
         lease, extent = transfer.lease, transfer.extent
         if error is not None and transfer.ticket is not None and transfer.ticket.quarantined:
             lease.quarantine()
-        elif extent is not None and lease.is_guarded:
+        elif lease.is_guarded:
             lease.end_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
         lease.release()
         self._leave(transfer)
@@ -440,7 +436,7 @@ class Order:
         result = copy_error(error, f"the {transfer.name} failed: {error.what}")
         if isinstance(result, StorageError):
             result.path = result.path or self.path_of(transfer)
-            if result.offset is None and transfer.extent is not None:
+            if result.offset is None:
                 result.offset, result.nbytes = transfer.extent[1:]
         return result
 
