@@ -17,7 +17,7 @@ from infinity.storage.pinned import Lease, PinnedPool
 from infinity.storage.store import Part, Store, Transfer
 
 PAGE = 4096
-NVME, HOST = Tier.NVME, Tier.HOST
+NVME = Tier.NVME
 CHUNK = {
     "copy": Part((2 * PAGE,), (NVME,)),
     "state": Part((PAGE, PAGE, PAGE), (NVME,)),

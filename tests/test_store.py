@@ -21,7 +21,7 @@ from infinity.core.errors import (
     StorageError,
     TransferError,
 )
-from infinity.hardware.aio import DirectFile, crc32c
+from infinity.hardware.aio import DirectFile
 from infinity.storage.store import Part, Store, Version
 
 from .command_line import python
@@ -51,9 +51,6 @@ def test_ranges_that_do_not_fit_are_refused_before_anything_moves(tmp_path: Path
             for offset in (1, -PAGE, 2 * PAGE):
                 with pytest.raises(ValueError, match="do not fit a lease"):
                     call(0, "state", lease, offset)
-            for sections in (range(0), range(2, 4), range(0, 3, 2)):
-                with pytest.raises(ValueError, match="not neighbouring sections"):
-                    call(0, "state", lease, sections=sections)
             with pytest.raises(IndexError):
                 call(7, "state", lease)
             with pytest.raises(KeyError):
@@ -62,14 +59,12 @@ def test_ranges_that_do_not_fit_are_refused_before_anything_moves(tmp_path: Path
             with pytest.raises(ValueError, match="cannot be written"):
                 store.write(0, "gradient", lease, nbytes=nbytes)
         with pytest.raises(ValueError, match="cannot be written"):
-            store.write(0, "state", lease, sections=range(2), nbytes=PAGE)
+            store.write(0, "state", lease, nbytes=2 * PAGE)
         with pytest.raises(StorageError, match="has no memory"):
             store.view(0, "state")
         assert store.stats()[0].bytes_written == 0
         store.write(0, "gradient", lease, nbytes=PAGE + 10).wait()
         assert store.stats()[0].bytes_written == 2 * PAGE  # padded, so that it stays direct
-        with pytest.raises(ValueError, match="does not hold all"):
-            store.write(0, "gradient", lease, sections=range(1))
         lease.release()
         with pytest.raises(ClosedError, match="released"):
             store.read(0, "state", lease)
@@ -143,27 +138,11 @@ def test_a_write_that_went_wrong_is_found_at_the_next_read(tmp_path: Path, kind:
         error = raised.value
         section = len(CHUNK[part].sections) - 1 if kind in ("flipped bit", "torn") else 0
         assert f"section {section} of" in str(error)
-        extent = store.layout.extent(1, part, sections=range(section, section + 1))
-        assert (error.path, error.offset, error.nbytes) == (str(tmp_path / "drive"), *extent[1:])
+        sections = CHUNK[part].sections
+        at = store.layout.extent(1, part).offset + sum(sections[:section])
+        assert (error.path, error.offset, error.nbytes) == (str(tmp_path / "drive"), at, sections[section])
         with pytest.raises(CorruptionError):  # and from then on
             store.read(2, part, lease)
-
-
-def test_the_sections_that_are_read_are_checked_and_given_crcs_believed(tmp_path: Path) -> None:
-    pool = pool_of()
-    with store_of(tmp_path, pool=pool) as store, pool.lease("a", ROOM) as lease:
-        right = crc32c(fill(lease, 3).address, PAGE)
-        store.write(0, "state", lease, crcs=[right] * 3).wait()
-        assert get(store, lease, 0, "state") == b"\3" * 3 * PAGE
-        with pytest.raises(ValueError, match="2 CRCs for 3 sections"):
-            store.write(0, "state", lease, crcs=[right] * 2)
-        _overwrite(store, 0, "state", PAGE, b"x")
-        store.write(1, "state", lease, crcs=[right, right ^ 1, right]).wait()
-        for chunk in (0, 1):
-            store.read(chunk, "state", lease, sections=range(2, 3)).wait()
-            store.read(chunk, "state", lease, sections=range(1)).wait()
-        with pytest.raises(CorruptionError, match="section 1"):
-            store.read(1, "state", lease, sections=range(1, 3)).wait()
 
 
 # ---------------------------------------------------------------------------- order

@@ -11,12 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from infinity.core.sizes import Tier
 from infinity.hardware.aio import RingSettings
 from infinity.storage.pinned import PinnedPool
 from infinity.storage.store import Part, Store
 
-from .small_store import CHUNK, HOST, NVME, PAGE, ROOM, UnderWay
+from .small_store import CHUNK, NVME, PAGE, ROOM, UnderWay
 
 
 class Machine(RuleBasedStateMachine):
@@ -24,12 +23,11 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         directories=st.integers(1, 3),
-        tiers=st.lists(st.sampled_from([NVME, NVME, HOST]), min_size=6, max_size=6),
         protect=st.booleans(),
         backend=st.sampled_from(["threads", "auto"]),
         delay_seed=st.integers(0, 1 << 30),
     )
-    def open(self, directories: int, tiers: list[Tier], protect: bool, backend: str, delay_seed: int) -> None:
+    def open(self, directories: int, protect: bool, backend: str, delay_seed: int) -> None:
         self.temporary = tempfile.TemporaryDirectory()
         names = [os.path.join(self.temporary.name, str(d)) for d in range(directories)]
         for name in names:
@@ -37,12 +35,12 @@ class Machine(RuleBasedStateMachine):
         chunks: list[dict[str, Part]] = []
         for chunk in range(4):
             spec = {
-                "copy": Part((2 * PAGE,), (tiers[chunk],)),
-                "state": Part((PAGE, 2 * PAGE), (tiers[(chunk + 2) % 6],)),
-                "gradient": Part((4 * PAGE,), (tiers[(chunk + 4) % 6],)),
+                "copy": Part((2 * PAGE,), (NVME,)),
+                "state": Part((PAGE, 2 * PAGE), (NVME,)),
+                "gradient": Part((4 * PAGE,), (NVME,)),
             }
             if chunk == 3:  # a frozen one
-                spec = {"copy": Part((PAGE,), (tiers[5],))}
+                spec = {"copy": Part((PAGE,), (NVME,))}
             chunks.append(spec)
         self.pool = PinnedPool({"a": (ROOM, 3)}, protect=protect)
         self.store = Store(
@@ -80,18 +78,6 @@ class Machine(RuleBasedStateMachine):
         for part in ("copy", "state") if order else ("state", "copy"):
             self.send(chunk, part)
 
-    @rule(chunk=st.integers(0, 2), section=st.integers(0, 1))
-    def write_section(self, chunk: int, section: int) -> None:
-        size = self.chunks[chunk]["state"].sections[section]
-        lease = self.under_way.lease()
-        data = self.content(size)
-        lease.tensor()[:size].copy_(data)
-        transfer = self.store.write(chunk, "state", lease, sections=range(section, section + 1))
-        old = self.model[chunk, "state"]
-        piece = bytes(data.numpy())
-        self.model[chunk, "state"] = piece + old[PAGE:] if section == 0 else old[:PAGE] + piece
-        self.under_way.add(transfer, lease)
-
     @rule(chunk=st.integers(0, 2), nbytes=st.sampled_from([0, 1, PAGE - 1, PAGE, 3 * PAGE + 5, 4 * PAGE]))
     def write_gradient(self, chunk: int, nbytes: int) -> None:
         self.send(chunk, "gradient", nbytes=nbytes)
@@ -107,13 +93,6 @@ class Machine(RuleBasedStateMachine):
         transfer = self.store.read(*key, lease)
         assert transfer.nbytes == len(expected)
         self.under_way.add(transfer, lease, expected)
-
-    @rule(chunk=st.integers(0, 2), section=st.integers(0, 1))
-    def read_section(self, chunk: int, section: int) -> None:
-        lease = self.under_way.lease()
-        transfer = self.store.read(chunk, "state", lease, sections=range(section, section + 1))
-        whole = self.model[chunk, "state"]
-        self.under_way.add(transfer, lease, whole[PAGE:] if section else whole[:PAGE])
 
     @rule(index=st.integers(0, 63))
     def wait(self, index: int) -> None:

@@ -28,17 +28,18 @@ hear: Callable[[], None] | None = None
 
 
 class Bell:
-    """Wakes all waiting threads. `ring` takes no lock: finalizers and signal handlers may call it."""
+    """Wakes all waiting threads, `sleepers`. `ring` takes no lock: finalizers and signal handlers may call
+    it. Who made a condition true need not call it where nobody sleeps: who lies down looks once more."""
 
-    __slots__ = ("_pid", "_sleepers")
+    __slots__ = ("_pid", "sleepers")
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._sleepers: deque[_thread.LockType] = deque()
+        self.sleepers: deque[_thread.LockType] = deque()
 
     def ring(self) -> None:
         """Wake all waiting threads. The caller makes their condition true before this call."""
-        sleepers = self._sleepers
+        sleepers = self.sleepers
         for _ in range(len(sleepers)):  # no longer: who wakes may sleep again at once
             try:
                 sleeper = sleepers.popleft()
@@ -67,11 +68,11 @@ class Bell:
             hear()
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
-        self._sleepers.append(sleeper)  # before the look: who rings after it finds the sleeper
+        self.sleepers.append(sleeper)  # before the look: who rings after it finds the sleeper
         if until() or sleeper.acquire(True, timeout):
             return
         try:
-            self._sleepers.remove(sleeper)
+            self.sleepers.remove(sleeper)
         except (ValueError, IndexError):  # somebody rings at this moment
             return
 
@@ -93,7 +94,7 @@ class Latch:
     def open(self) -> None:
         """Wake all waiting threads; later waits return at once. A second call does nothing."""
         self._open = True
-        if self._bell._sleepers:  # who lies down after this finds it open
+        if self._bell.sleepers:  # who lies down after this finds it open
             self._bell.ring()
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -7,7 +7,7 @@ works on the gradients at a time: the worker, or the user's while that has nothi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,7 +105,7 @@ class ChunkGradients:
         self._updates = updates
         self._tasks: deque[Task] = deque()  # what sends units, in that order
         self._last: dict[int, Task] = {}  # unit → what has sent it last
-        self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
+        self._reserved: Mapping[int, Slot] = {}  # chunk → the version that its update reads
         chunks = [chunk for unit in units for chunk in unit.layout.trainable_chunks]
         self.entries = {chunk.id: ChunkGradient(chunk, plans[chunk.id], device) for chunk in chunks}
         for entry in self.entries.values():
@@ -170,9 +170,9 @@ class ChunkGradients:
             else:
                 self._updates.wait_unit(chunk.unit)
 
-    def reserve(self, slots: Iterable[tuple[int, Slot]]) -> None:
+    def reserve(self, slots: Mapping[int, Slot]) -> None:
         """Note which version of which chunk the update that was posted reads."""
-        self._reserved = dict(slots)
+        self._reserved = slots
 
     def let_go(self) -> None:
         """Return the memory of gradients that are leaving to the device: the host waits until the copies are
@@ -232,7 +232,7 @@ class ChunkGradients:
 
     def sum_squares(self) -> None:
         """Compute the squares of all gradients, which are complete."""
-        if not all(entry.is_summed for entry in self.entries.values()):
+        if not all([entry.is_summed for entry in self.entries.values()]):  # one call, not one for each
             self._run(self._sum_squares, "reduce")
 
     def finish_writes(self) -> None:

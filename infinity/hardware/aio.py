@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 import zlib
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from infinity.core.config import BLOCK_BYTES, QUEUE_DEPTH
@@ -43,6 +44,7 @@ __all__ = [
     "crc32c",
     "crc32c_combine",
     "crc32c_zeros",
+    "crcs_of",
     "open_ring",
 ]
 
@@ -343,6 +345,15 @@ os.register_at_fork(after_in_child=_close_in_child)
 def crc32c(address: int, nbytes: int, crc: int = 0) -> int:
     """Return the CRC-32C of `nbytes` at `address`; `crc` is that of what precedes. Without the GIL."""
     return int(lib.aio_crc32c(address, nbytes, crc))
+
+
+def crcs_of(address: int, sizes: Iterable[int]) -> list[int]:
+    """Return the CRC-32C of each of neighbouring pieces of memory; `sizes` in bytes."""
+    found = []
+    for size in sizes:
+        found.append(int(lib.aio_crc32c(address, size, 0)))
+        address += size
+    return found
 
 
 def crc32c_zeros(nbytes: int) -> int:

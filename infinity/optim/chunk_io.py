@@ -95,6 +95,8 @@ class Tiers:
         self.uses_leases = any(place.lease_nbytes for place in self.places)
         #: The sections of states where they lie, by chunk; and in leases, where nearly all chunks are alike.
         self.sections: dict[int | tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        #: Other parts in leases, by address, dtype and length.
+        self.leased: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
         #: Of split masters, the last copies of upper halves to the device.
         self.copied: dict[int, Event] = {}
         for index, plan in enumerate(plans):
@@ -106,6 +108,7 @@ class Tiers:
         """Hold no memory any more: the engine is closed."""
         self.copied.clear()
         self.sections.clear()
+        self.leased.clear()
 
 
 class ChunkIO:
@@ -223,7 +226,12 @@ class ChunkIO:
         begin = self.place.leased.get(part)
         if self.lease is None or begin is None:
             return None
-        return self.lease.tensor(dtype, begin, self.chunk.numel)
+        known, numel = self._tiers.leased, self.chunk.numel
+        key = self.lease.address + begin, dtype, numel
+        if (tensor := known.get(key)) is None:
+            with torch.inference_mode(False):
+                tensor = known[key] = self.lease.tensor(dtype, begin, numel)
+        return tensor
 
     def _copy_tier(self) -> Tier:
         """Where the version is that `copy` and `write` mean."""

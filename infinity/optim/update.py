@@ -12,6 +12,7 @@ results on and reads the state of the expected next units ahead.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -61,8 +62,9 @@ class ParamUpdate(NamedTuple):
 
     def of(self, sharded: ShardedParam, grad_scale: float) -> ParamUpdate:
         """Count an update of a parameter, and return it."""
-        sharded.step += self.step
-        return self._replace(step=max(sharded.step, 1), grad_scale=grad_scale)
+        sharded.step = step = sharded.step + self.step
+        of_group = self.lr, self.weight_decay
+        return ParamUpdate(*of_group, max(step, 1), grad_scale, self.maximize, self.options)
 
     def named(self) -> dict[str, object]:
         """Return everything by name, the options of the rule one by one."""
@@ -169,7 +171,7 @@ class Updater:
         self._updates = updates
         self._loader = loader
         self._stream: HostStream | None = None
-        self._ahead: deque[ChunkIO] = deque()
+        self._ahead: dict[int, ChunkIO] = {}  # what was read ahead, by chunk
         self._task: Task | None = None
         self._feed = Feed()
         #: Chunks posted whose state the store does not know of yet, in the order of the work.
@@ -189,7 +191,7 @@ class Updater:
         `delayed`: the copies that are made are for the forward after the next; no back is newer than its
         front."""
         self.begin(delayed=delayed)
-        self._tiers.gradients.chunks.reserve((u.chunk.id, u.gradient) for u in work)
+        self._tiers.gradients.chunks.reserve({u.chunk.id: u.gradient for u in work})
         self.add([u.chunk for u in work if u.is_last], None, lambda: work, matrices=matrices)
         self.end()
 
@@ -198,11 +200,11 @@ class Updater:
         the order in which they should come; their state is read ahead."""
         if self._stream is None:
             self._stream = HostStream("update", there=self._tiers.device.worker)
-        early = {io.chunk.id: io for io in self._take_ahead()}
+        early, self._ahead = self._ahead, {}
         self._updates.post((), blocks_loads=not delayed)
         self._feed, self._unwritten = Feed(expected), {}
         self._matrices.begin()
-        self._tiers.gradients.chunks.reserve(())
+        self._tiers.gradients.chunks.reserve({})
         self.next_number()
         drift = Drift() if delayed else None
         self._task = self._stream.submit(lambda: self._work(early, drift))
@@ -220,7 +222,7 @@ class Updater:
         if not chunks:
             return
         after = self._tiers.device.mark()  # the user's stream may still make what the update reads
-        self._unwritten.update((chunk.id, chunk) for chunk in chunks)
+        self._unwritten |= {chunk.id: chunk for chunk in chunks}
         self._matrices.expect(matrices)
         self._updates.add(chunks)
         self._feed.add(Batch(after, landed, make))
@@ -256,20 +258,24 @@ class Updater:
         """Start reading the state of `chunks`, in order, as far as there are leases and as the update
         before has handed its writes to the store, which has reads come after them. Then it is exact:
         only an update changes state."""
-        if self._ahead:
-            return
+        if not self._ahead:
+            written = itertools.takewhile(lambda chunk: chunk.id not in self._unwritten, chunks)
+            self._read_states(written, self._ahead)
+
+    def _read_states(self, chunks: Iterable[Chunk], into: dict[int, ChunkIO]) -> None:
+        """Start reading the state of `chunks` as far as there are leases, and they take one."""
         for chunk in chunks:
-            if not self._tiers.places[chunk.id].lease_nbytes or chunk.id in self._unwritten:
-                return
-            io = open_chunk(self._tiers, chunk, wait=False)
-            if io is None:
-                return
-            self._ahead.append(io)
-            try:
-                io.read_state(early=True)
-            except BaseException:
-                self._ahead.pop().close()  # an update would take it for read
-                raise
+            if chunk.id not in into:
+                needs = self._tiers.places[chunk.id].lease_nbytes
+                io = open_chunk(self._tiers, chunk, wait=False) if needs else None
+                if io is None:
+                    return
+                into[chunk.id] = io
+                try:
+                    io.read_state(early=True)
+                except BaseException:
+                    into.pop(chunk.id).close()  # an update would take it for read
+                    raise
 
     @property
     def ahead(self) -> int:
@@ -278,22 +284,18 @@ class Updater:
 
     def drop_ahead(self) -> None:
         """Drop the state that was read ahead: the caller is about to change state, or needs the leases."""
-        while self._ahead:
-            self._ahead[0].close()  # what fails here is closed by the next call
-            self._ahead.popleft()
+        for number in [*self._ahead]:
+            self._ahead[number].close()  # what fails here is closed by the next call
+            del self._ahead[number]
 
     def close(self) -> None:
         """Finish what was posted and end the worker."""
         self._feed.end()
-        for io in self._take_ahead():
-            abandon(io.close)
+        while self._ahead:
+            abandon(self._ahead.popitem()[1].close)
         if self._stream is not None:
             self._stream.close()
         self._matrices.close()
-
-    def _take_ahead(self) -> deque[ChunkIO]:
-        ahead, self._ahead = self._ahead, deque()
-        return ahead
 
     def _work(self, early: dict[int, ChunkIO], drift: Drift | None) -> None:
         """Update what comes, on the worker. `early`: what was read ahead, by chunk."""
@@ -330,7 +332,7 @@ class Updater:
         def take(wait: bool) -> ChunkUpdate | None:
             if not todo:
                 if wait and not feed.is_over:
-                    _read_ahead(tiers, feed, early)
+                    self._read_states([*feed.expected.values()], early)
                 if work := feed.take(tiers.device, wait=wait):
                     todo.extend(work)
                     for number in early.keys() - feed.expected.keys() - {u.chunk.id for u in work}:
@@ -445,18 +447,6 @@ class Drift:
     def value(self) -> float:
         """The figure; 0.0 where nothing was delayed."""
         return math.sqrt(self._moved / self._norm) if self._norm else 0.0
-
-
-def _read_ahead(tiers: Tiers, feed: Feed, early: dict[int, ChunkIO]) -> None:
-    """Start reading the state of what `feed` brings next, as far as there are leases."""
-    for chunk in list(feed.expected.values()):
-        if chunk.id in early:
-            continue
-        io = open_chunk(tiers, chunk, wait=False) if tiers.places[chunk.id].lease_nbytes else None
-        if io is None:
-            return
-        early[chunk.id] = io
-        io.read_state(early=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -142,7 +142,8 @@ class Loader:
         Raises:
             ClosedError: the loader was closed.
         """
-        self._worker.add(load, urgent)
+        if not load.started:
+            self._worker.add(load, urgent)
 
     def supply(self, load: Load | None, chunk: Chunk, lease: Lease, offset: int) -> None:
         """Take a chunk's copy from the update's lease, at byte `offset`, instead of reading it, if `load` is

@@ -106,8 +106,7 @@ class Part(NamedTuple):
     """One part of a chunk.
 
     Attributes:
-        sections: bytes of each section, multiples of 4096. A section is what one CRC covers, and
-            the least that can be read.
+        sections: bytes of each section, multiples of 4096. A section is what one CRC covers.
         tiers: where each of its slots is: one, or two for a part of which there are two versions.
         lease_offset: byte of the update's lease where it is worked on; None: where it lies.
         in_place: it is on NVMe in foreign files, which the engine only reads.
@@ -132,28 +131,6 @@ class Part(NamedTuple):
     def nvme_nbytes(self) -> int:
         """Bytes of its slots on NVMe, of ours."""
         return 0 if self.in_place else self.nbytes * self.tiers.count(Tier.NVME)
-
-    def choose(self, sections: range | None) -> range:
-        """Return the indices of `sections`, of all if None.
-
-        Raises:
-            ValueError: they are not neighbouring sections of this part.
-        """
-        whole = range(len(self.sections))
-        if sections is None:
-            return whole
-        if sections.step != 1 or not 0 <= sections.start < sections.stop <= whole.stop:
-            raise ValueError(f"{sections} are not neighbouring sections of {whole.stop}")
-        return sections
-
-    def clamp(self, sections: range, length: int) -> list[int]:
-        """Return the bytes of each section that lie within the first `length` of the part."""
-        sizes = []
-        begin = sum(self.sections[: sections.start])
-        for index in sections:
-            sizes.append(min(max(length - begin, 0), self.sections[index]))
-            begin += self.sections[index]
-        return sizes
 
 
 class Moved(NamedTuple):

@@ -93,13 +93,10 @@ class Layout:
                     offsets[number] = self.arena_nbytes[directory]
                     self.arena_nbytes[directory] += spec.nbytes
 
-    def extent(self, chunk: int, part: str, slot: int = 0, sections: range | None = None) -> Extent:
-        """Return where a slot on NVMe lies, or some neighbouring sections of it."""
-        sizes = self.chunks[chunk][part].sections
-        chosen = range(len(sizes)) if sections is None else sections
-        begin = sum(sizes[: chosen.start])
-        nbytes = sum(sizes[chosen.start : chosen.stop])
-        return Extent(int(self.directory[chunk]), int(self._offsets[part, slot][chunk]) + begin, nbytes)
+    def extent(self, chunk: int, part: str, slot: int = 0) -> Extent:
+        """Return where a slot on NVMe lies."""
+        begin, nbytes = int(self._offsets[part, slot][chunk]), self.chunks[chunk][part].nbytes
+        return Extent(int(self.directory[chunk]), begin, nbytes)
 
     @property
     def host_nbytes(self) -> int:

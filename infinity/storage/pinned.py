@@ -101,16 +101,18 @@ class Lease:
 
     `address` is where the CPU finds the bytes, `io_address` where the kernel does; both are
     multiples of 4096. `nbytes` is what was asked for; `room` is what the buffer holds, to the next
-    multiple of 4096, so that a transfer may be padded. `released`: this handle was given up.
+    multiple of 4096, so that a transfer may be padded. `released`: this handle was given up. `is_guarded`:
+    `begin_io` and `end_io` do anything.
     """
 
-    __slots__ = ("_buffer", "_pool", "address", "io_address", "nbytes", "released", "room")
+    __slots__ = ("_buffer", "_pool", "address", "io_address", "is_guarded", "nbytes", "released", "room")
 
     def __init__(self, pool: PinnedPool, buffer: _Buffer, nbytes: int) -> None:
         offset = buffer.index * buffer.quota.stride
         self._pool = pool
         self._buffer = buffer
         self.released = False
+        self.is_guarded = buffer.mapping.twice
         self.address = buffer.mapping.address + offset
         self.io_address = buffer.mapping.io_address + offset
         self.nbytes = nbytes
@@ -171,7 +173,8 @@ class Lease:
             else:
                 quota.free.append(quota.late.pop().index)
                 quota.in_use -= 1
-        pool._home.ring()
+        if pool._home.sleepers:
+            pool._home.ring()
 
     def quarantine(self) -> None:
         """Keep the buffer from ever going home: a transfer may still reach it. Counted once."""

@@ -21,8 +21,8 @@ from infinity.hardware.aio import (
     Ring,
     RingSettings,
     RingStats,
-    crc32c,
     crc32c_zeros,
+    crcs_of,
     open_ring,
 )
 from infinity.hardware.tuned import bandwidths
@@ -31,7 +31,7 @@ from infinity.planning.parts import Part
 from .arena import Arena
 from .in_place import Files
 from .interrupt import LEAST, asked_apart, give_up_on_interrupt
-from .layout import DirectoryStats, Extent, Layout
+from .layout import DirectoryStats, Layout
 from .memory import HostMemory, Pins
 from .pinned import Lease, PinnedPool
 from .transfer import Order, Reads, SlotState, Transfer, check_room, copy_error
@@ -198,45 +198,32 @@ class Store:
         offset: int = 0,
         *,
         version: Version | Slot = Version.FRONT,
-        sections: range | None = None,
         priority: Priority = Priority.NORMAL,
     ) -> Transfer | Reads:
-        """Start reading a version of a part, or some neighbouring sections of it, into `lease` from byte
-        `offset` on (a multiple of 4096). Never waits for a drive. Of a part that is read in place, windows
-        come: [Note: windows].
+        """Start reading a version of a part on NVMe into `lease` from byte `offset` on (a multiple of 4096).
+        Never waits for a drive. Of a part that is read in place, windows come: [Note: windows].
 
         Returns:
             A transfer whose `nbytes` is what the version holds.
 
         Raises:
-            StorageError: it is on the device; or the error of an earlier transfer.
-            ValueError: the range does not fit the lease or the part, or the part has no such version.
+            StorageError: it is on another tier; or the error of an earlier transfer.
+            ValueError: the part does not fit the lease, or has no such version.
         """
         self._check()
-        spec = self.layout.chunks[chunk][part]
         order = self._order
-        if spec.in_place and self._files is not None:
+        if self._files is not None and self.layout.chunks[chunk][part].in_place:
             windows = self._files.windows(chunk, lease, offset, len(self._arenas))
             with order.lock:
-                reads = [
-                    Transfer(order, w, 0, w.sections, w.extent, lease, at, priority) for w, at in windows
-                ]
+                reads = [Transfer(order, w, w.sizes, w.extent, lease, at, priority) for w, at in windows]
                 for read in reads:
                     order.submit(read)
             return Reads(reads)
-        chosen = None if sections is None else spec.choose(sections)
         with order.lock:
-            number = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
-            slot = self._slot(chunk, part, number)
-            sizes = slot.sections
-            if chosen is not None or slot.length != spec.nbytes:
-                sizes = spec.clamp(spec.choose(sections), slot.length)
-            transfer = self._transfer(slot, spec.tiers[number], chosen, sizes, lease, offset, priority)
+            slot = self._slot(chunk, part, version)
+            transfer = self._transfer(slot, slot.sizes, lease, offset, priority)
             if not transfer.finished:
                 order.submit(transfer)
-        if spec.tiers[number] is Tier.HOST:
-            source = self._host_bytes(chunk, part, number, chosen, transfer.nbytes)
-            lease.tensor(torch.uint8, offset, transfer.nbytes).copy_(source)
         return transfer
 
     def write(
@@ -248,58 +235,33 @@ class Store:
         *,
         version: Version | Slot = Version.FRONT,
         nbytes: int | None = None,
-        sections: range | None = None,
-        crcs: Sequence[int] | None = None,
         priority: Priority = Priority.NORMAL,
     ) -> Transfer:
-        """Start writing a version of a part, in place, or some neighbouring sections of it, from `lease`
-        from byte `offset` on (a multiple of 4096). Never waits for a drive.
+        """Start writing a version of a part on NVMe, in place, from `lease` from byte `offset` on (a multiple
+        of 4096). Never waits for a drive.
 
         Args:
-            nbytes: how much is written, from the part's beginning; the rest is given up. What the lease
-                holds up to the next multiple of 4096 is written too.
-            sections: write these and keep the others of that version.
-            crcs: CRC32C of each section that is written; None: computed here.
+            nbytes: of a part with one section, how much is written, from its beginning; the rest is given up.
+                What the lease holds up to the next multiple of 4096 is written too.
 
         Raises:
-            StorageError: the version is on the device; or the error of an earlier transfer.
-            ValueError: the range does not fit the lease or the part, or the part has no such version.
+            StorageError: it is on another tier; or the error of an earlier transfer.
+            ValueError: the part does not fit the lease, or has no such version.
         """
         self._check()
-        spec = self.layout.chunks[chunk][part]
-        chosen, sizes = None, spec.sections
-        if sections is not None:
-            chosen = spec.choose(sections)
-            sizes = sizes[chosen.start : chosen.stop]
-        if nbytes is not None and nbytes != sum(sizes):
-            if sections is not None or not 0 <= nbytes < spec.nbytes:
+        sizes = self.layout.chunks[chunk][part].sections
+        if nbytes is not None and nbytes != sizes[0]:
+            if len(sizes) != 1 or not 0 <= nbytes < sizes[0]:
                 raise ValueError(f"{nbytes} of {sum(sizes)} bytes of part {part!r} cannot be written")
-            sizes = tuple(spec.clamp(spec.choose(None), nbytes))
-        number = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
-        tier = spec.tiers[number]
-        slot = self._slot(chunk, part, number)
-        if chosen is not None and slot.length != spec.nbytes:
-            raise ValueError(f"sections of part {part!r}, which does not hold all of its bytes")
+            sizes = (nbytes,)
         check_room(lease, offset, sum(sizes))
-        if tier is Tier.HOST:
-            target = self._host_bytes(chunk, part, number, chosen, sum(sizes))
-            target.copy_(lease.tensor(torch.uint8, offset, sum(sizes)))
-        elif crcs is None:
-            crcs, address = [], lease.io_address + offset
-            for size in sizes:
-                crcs.append(crc32c(address, size))
-                address += size
-        elif len(crcs) != len(sizes):
-            raise ValueError(f"{len(crcs)} CRCs for {len(sizes)} sections")
+        crcs = crcs_of(lease.io_address + offset, sizes)
         with self._order.lock:
-            transfer = self._transfer(slot, tier, chosen, sizes, lease, offset, priority, is_write=True)
-            if chosen is None:
-                slot.length = transfer.nbytes
-            if crcs is not None:
-                first = chosen.start if chosen is not None else 0
-                slot.crcs[first : first + len(sizes)] = crcs
+            slot = self._slot(chunk, part, version)
+            transfer = self._transfer(slot, sizes, lease, offset, priority, is_write=True)
             if not transfer.finished:
                 self._order.submit(transfer)
+            slot.sizes, slot.crcs = sizes, crcs  # not before: what raised there has written nothing
         return transfer
 
     # ------------------------------------------------------------------ the end of things
@@ -316,8 +278,9 @@ class Store:
 
     def _check(self, *, sweep: bool = False) -> None:
         order = self._order
-        order.check_process()
-        if sweep or order.has_waiting:
+        if self._pid != os.getpid():
+            order.check_process()
+        if sweep or order.waiting:
             order.sweep()
         failed = order.failed
         if failed is not None and failed.error is not None:
@@ -407,26 +370,29 @@ class Store:
 
     # ------------------------------------------------------------------ inside
 
-    def _slot(self, chunk: int, part: str, number: int) -> SlotState:
-        """Return what a slot holds, and what is under way for it."""
-        slot = self._slots.get((chunk, part, number))
-        if slot is None:
-            spec, crcs, extent = self.spec(chunk, part), [0] * len(self.spec(chunk, part).sections), None
-            if spec.tiers[number] is Tier.NVME:
-                for size in {*spec.sections} - self._zeros.keys():
-                    self._zeros[size] = crc32c_zeros(size)
-                crcs = [self._zeros[size] for size in spec.sections]
-                extent = self.layout.extent(chunk, part, number)
-            with self._order.lock:
-                made = SlotState(chunk, part, spec.sections, extent, crcs)
-                slot = self._slots.setdefault((chunk, part, number), made)
+    def _slot(self, chunk: int, part: str, version: Version | Slot) -> SlotState:
+        """Return the slot that a version is in now. The caller holds the lock."""
+        number = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
+        if (slot := self._slots.get((chunk, part, number))) is not None:
+            return slot
+        spec = self.spec(chunk, part)
+        if spec.tiers[number] is not Tier.NVME:
+            raise StorageError(
+                f"part {part!r} of chunk {chunk} cannot be transferred",
+                expected="a version on NVMe",
+                found=f"a version on {spec.tiers[number]}",
+                cure="work on it where it is",
+            )
+        for size in {*spec.sections} - self._zeros.keys():
+            self._zeros[size] = crc32c_zeros(size)
+        crcs = [self._zeros[size] for size in spec.sections]
+        slot = SlotState(chunk, part, spec.sections, self.layout.extent(chunk, part, number), crcs)
+        self._slots[chunk, part, number] = slot
         return slot
 
     def _transfer(
         self,
         slot: SlotState,
-        tier: Tier,
-        sections: range | None,
         sizes: Sequence[int],
         lease: Lease,
         offset: int,
@@ -434,26 +400,13 @@ class Store:
         *,
         is_write: bool = False,
     ) -> Transfer:
-        """Return a transfer; it is finished already if there is nothing to move to or from NVMe."""
-        nbytes = ceil_to(sum(sizes), ALIGNMENT)
+        """Return a transfer; it is finished already if there is nothing to move."""
+        extent, nbytes = slot.extent, sum(sizes)
+        if nbytes != extent.nbytes:
+            nbytes = ceil_to(nbytes, ALIGNMENT)
+            extent = extent._replace(nbytes=nbytes)
         check_room(lease, offset, nbytes)
-        if tier is Tier.DEVICE:
-            raise StorageError(
-                f"part {slot.part!r} of chunk {slot.chunk} cannot be transferred",
-                expected="a version on the host tier or on NVMe",
-                found="a version on the device, whose bytes the store does not have",
-            )
-        first, extent = 0 if sections is None else sections.start, slot.extent
-        if extent is not None and nbytes != extent.nbytes:
-            begin = extent.offset + sum(slot.sections[:first])
-            extent = Extent(extent.directory, begin, nbytes) if nbytes else None
-        return Transfer(self._order, slot, first, sizes, extent, lease, offset, priority, is_write=is_write)
-
-    def _host_bytes(
-        self, chunk: int, part: str, slot: int, sections: range | None, nbytes: int
-    ) -> torch.Tensor:
-        begin = 0 if sections is None else sum(self.spec(chunk, part).sections[: sections.start])
-        return self._placed[chunk, part, slot][()][begin : begin + nbytes]
+        return Transfer(self._order, slot, sizes, extent, lease, offset, priority, is_write=is_write)
 
     def _start(self, transfer: Transfer) -> None:
         """Give a transfer to its ring.
@@ -461,7 +414,6 @@ class Store:
         Raises:
             InfinityError: the ring refuses it.
         """
-        assert transfer.extent is not None
         directory, offset, nbytes = transfer.extent
         ring, file = self._rings[directory], transfer.slot.file or self._arenas[directory].file
         call = ring.write if transfer.is_write else ring.read
@@ -472,8 +424,6 @@ class Store:
         moved[2 + transfer.is_write] += 1
 
     def _path_of(self, transfer: Transfer) -> str:
-        if transfer.extent is None:
-            return ""
         return (transfer.slot.file or self._arenas[transfer.extent.directory].file).path
 
     def _release_all(self) -> None:

@@ -37,7 +37,7 @@ from infinity.core.locks import lock
 from infinity.core.sizes import ALIGNMENT
 from infinity.core.spans import Recorder, now
 from infinity.core.waiting import POLL
-from infinity.hardware.aio import DirectFile, Priority, Ticket, crc32c
+from infinity.hardware.aio import DirectFile, Priority, Ticket, crcs_of
 
 from .layout import Extent
 from .pinned import Lease
@@ -51,28 +51,26 @@ class SlotState:
 
     Attributes:
         chunk, part: whose it is.
-        extent: where it lies; None: not on NVMe.
+        extent: where it lies.
         file: that it is in, if that is not ours; None: an arena.
-        sections: bytes of each section.
-        length: bytes that it holds: all of the part's, or fewer where fewer were written.
+        sizes: bytes that each section holds: all, or fewer where fewer were written.
         crcs: of each section; None: the first read says.
         write, reads: what is pending: the last write, and the reads.
     """
 
-    __slots__ = ("chunk", "crcs", "extent", "file", "length", "part", "reads", "sections", "write")
+    __slots__ = ("chunk", "crcs", "extent", "file", "part", "reads", "sizes", "write")
 
     def __init__(
         self,
         chunk: int,
         part: str,
-        sections: Sequence[int],
-        extent: Extent | None,
+        sizes: Sequence[int],
+        extent: Extent,
         crcs: Sequence[int | None],
         file: DirectFile | None = None,
     ) -> None:
-        self.chunk, self.part, self.sections, self.extent, self.file = chunk, part, sections, extent, file
-        self.crcs = [*crcs]
-        self.length = sum(sections)
+        self.chunk, self.part, self.extent, self.file = chunk, part, extent, file
+        self.sizes, self.crcs = sizes, crcs
         self.write: Transfer | None = None
         self.reads: set[Transfer] = set()
 
@@ -85,8 +83,8 @@ class Transfer:
 
     Args:
         slot: what is moved to or from.
-        first, sizes: of neighbouring sections, the index of the first, and the valid bytes of each.
-        extent: of the file; None: there is nothing to move, and it is finished.
+        sizes: the valid bytes of each section.
+        extent: of the file.
         lease, offset: where in memory.
 
     Attributes:
@@ -96,7 +94,7 @@ class Transfer:
     """
 
     __slots__ = (
-        *("_busy", "_crcs", "_first", "_order", "error", "extent", "finished", "is_write", "lease", "nbytes"),
+        *("_busy", "_crcs", "_order", "error", "extent", "finished", "is_write", "lease", "nbytes"),
         *("offset", "priority", "seen", "sizes", "slot", "ticket", "waited_by", "waits_for"),
     )
 
@@ -104,9 +102,8 @@ class Transfer:
         self,
         order: Order,
         slot: SlotState,
-        first: int,
         sizes: Sequence[int],
-        extent: Extent | None,
+        extent: Extent,
         lease: Lease,
         offset: int,
         priority: Priority,
@@ -114,8 +111,8 @@ class Transfer:
         is_write: bool = False,
     ) -> None:
         self._order = order
-        self.slot, self._first, self.sizes = slot, first, sizes
-        self._crcs = slot.crcs[first : first + len(sizes)]  # as those of a read must be
+        self.slot, self.sizes = slot, sizes
+        self._crcs = slot.crcs  # as those of a read must be
         self.nbytes = sum(sizes)
         self.extent = extent
         self.lease, self.offset = lease, offset
@@ -124,7 +121,7 @@ class Transfer:
         self.ticket: Ticket | None = None
         self.waits_for: set[Transfer] = set()
         self.waited_by: list[Transfer] = []
-        self.finished = extent is None
+        self.finished = not extent.nbytes
         self.error: InfinityError | None = None
         self.seen = False  # whether somebody was told of the error
 
@@ -153,12 +150,17 @@ class Transfer:
             DeadlineError: it is not complete within `timeout` seconds (it goes on, and may be
                 waited for again), or not within the ring's deadline (it failed).
         """
+        if self.ticket is not None and timeout is None and self._busy.acquire(blocking=False):
+            try:  # nearly always
+                self._end()
+            finally:
+                self._busy.release()
         if not (self.finished or self.complete(timeout)):
             raise DeadlineError(
                 f"the {self.name} is not complete",
                 path=self._order.path_of(self),
-                offset=self.extent and self.extent.offset,
-                nbytes=self.extent and self.extent.nbytes,
+                offset=self.extent.offset,
+                nbytes=self.extent.nbytes,
                 expected=f"{timeout} s at most",
                 found="still under way",
                 cure="wait longer",
@@ -231,7 +233,6 @@ class Transfer:
 
     def _record(self, ticket: Ticket) -> None:
         log, extent = self._order.recorder.log, self.extent
-        assert extent is not None
         _, started, finished = ticket.times
         if log is not None and started and finished:
             log.add(
@@ -246,14 +247,14 @@ class Transfer:
 
     def _check(self) -> CorruptionError | None:
         """Compare what was read with what the slot holds; see [Note: every read is checked]."""
-        slot, extent = self.slot, self.extent
-        assert extent is not None
-        address, at, number = self.lease.io_address + self.offset, extent.offset, self._first
-        for size, expected in zip(self.sizes, self._crcs, strict=True):
-            found = crc32c(address, size)
-            if expected is None:
-                with self._order.lock:
-                    expected = slot.crcs[number] = found if slot.crcs[number] is None else slot.crcs[number]
+        slot, at = self.slot, self.extent.offset
+        crcs = crcs_of(self.lease.io_address + self.offset, self.sizes)
+        if None in self._crcs:
+            with self._order.lock:
+                if None in slot.crcs:
+                    slot.crcs = crcs
+            self._crcs = slot.crcs
+        for number, (size, found, expected) in enumerate(zip(self.sizes, crcs, self._crcs, strict=True)):
             if found != expected:
                 path, foreign = self._order.path_of(self), slot.file is not None
                 what = f"section {number} of part {slot.part!r} of chunk {slot.chunk} is not what was written"
@@ -268,7 +269,7 @@ class Transfer:
                     if foreign
                     else "check the drive (smartctl, dmesg); start again from a checkpoint",
                 )
-            address, at, number = address + size, at + size, number + 1
+            at += size
         return None
 
 
@@ -284,6 +285,7 @@ class Order:
 
     Attributes:
         failed: the first transfer that failed. Nothing begins after that.
+        waiting: how many transfers wait for others.
     """
 
     def __init__(self, start: Start, path_of: Callable[[Transfer], str], recorder: Recorder) -> None:
@@ -293,15 +295,16 @@ class Order:
         self.failed: Transfer | None = None
         self._start = start
         self._pending: dict[Transfer, None] = {}  # in the order of the calls
-        self._waiting = 0  # transfers that wait for others
+        self.waiting = 0
         self._pid = os.getpid()
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin a transfer when all that must come before it is complete. The caller holds the lock."""
-        slot, extent = transfer.slot, transfer.extent
-        transfer.lease = transfer.lease.retain()
+        """Begin a transfer when all that must come before it is complete. The caller holds the lock. What has
+        no handle of its own on the lease yet has changed nothing where this raises."""
+        slot, extent, lease = transfer.slot, transfer.extent, transfer.lease
         try:
-            if extent is not None:
+            transfer.lease = lease.retain()
+            if lease.is_guarded:
                 transfer.lease.begin_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
             before = [] if slot.write is None else [slot.write]
             if transfer.is_write:
@@ -312,13 +315,14 @@ class Order:
             self._pending[transfer] = None
             if before:
                 transfer.waits_for.update(before)
-                self._waiting += 1
+                self.waiting += 1
                 for other in before:
                     other.waited_by.append(transfer)
             else:
                 self._begin(transfer)
         except BaseException as error:
-            self._poison(transfer, error)
+            if transfer.lease is not lease:
+                self._poison(transfer, error)
             raise
 
     def finish(self, transfer: Transfer, error: InfinityError | None) -> None:
@@ -337,7 +341,7 @@ class Order:
         lease, extent = transfer.lease, transfer.extent
         if error is not None and transfer.ticket is not None and transfer.ticket.quarantined:
             lease.quarantine()
-        elif extent is not None:
+        elif lease.is_guarded:
             lease.end_io(transfer.offset, extent.nbytes, into=not transfer.is_write)
         lease.release()
         self._leave(transfer)
@@ -349,11 +353,16 @@ class Order:
             slot.write = None
         transfer.finished = True
         self._pending.pop(transfer, None)
+        if transfer.waited_by:
+            self._begin_waiting(transfer)
+
+    def _begin_waiting(self, transfer: Transfer) -> None:
+        """Begin what waited for a transfer alone."""
         interrupt: BaseException | None = None
         for other in transfer.waited_by:
             other.waits_for.discard(transfer)
-            if not (other.waits_for or other.finished):
-                self._waiting -= 1
+            if not (other.waits_for or other.finished or other.ticket is not None):
+                self.waiting -= 1
                 try:
                     self._begin(other)
                 except BaseException as error:
@@ -381,6 +390,8 @@ class Order:
             if not transfer.lease.released:
                 transfer.lease.quarantine()
             self._leave(transfer)
+        elif transfer.waited_by:
+            self._begin_waiting(transfer)
 
     def check_process(self) -> None:
         """Raise `ClosedError` in a process that is not the one that made the transfers."""
@@ -395,11 +406,6 @@ class Order:
         """Return what is pending, oldest first; or only the writes."""
         with self.lock:
             return [t for t in self._pending if t.is_write or not writes]
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether any transfer waits for another one."""
-        return self._waiting > 0
 
     def sweep(self, *, reads: bool = False) -> None:
         """See to the end of what is complete without waiting; of reads (which takes a CRC) only
@@ -430,7 +436,7 @@ class Order:
         result = copy_error(error, f"the {transfer.name} failed: {error.what}")
         if isinstance(result, StorageError):
             result.path = result.path or self.path_of(transfer)
-            if result.offset is None and transfer.extent is not None:
+            if result.offset is None:
                 result.offset, result.nbytes = transfer.extent[1:]
         return result
 
