@@ -67,7 +67,7 @@ class Engine:
         self.engine = engine_of(self.model)
         self.depth = UPDATE_DEPTH
         self.chunks = [c for u in self.engine.units for c in u.layout.trainable_chunks]
-        self.sizes = [self.engine.tiers.lease_nbytes(c) for c in self.chunks]
+        self.sizes = [self.engine.tiers.places[c.id].lease_nbytes for c in self.chunks]
         self.nbytes = sum(self.engine.tiers.plans[c.id].parts["state"].nbytes for c in self.chunks)
         infinity.save(self.optimizer, self.root)
 

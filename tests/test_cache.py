@@ -66,13 +66,13 @@ def evictions(
         patch.setattr(Cache, "_drop", noted_drop)
         if delays:
             pause = random.Random(seed)
-            copy = _Worker._copy_oldest
+            land = _Worker._land
 
-            def slow(self: Any) -> None:
+            def slow(self: Any, *flight: Any) -> None:
                 time.sleep(pause.random() * 0.01)
-                copy(self)
+                land(self, *flight)
 
-            patch.setattr(_Worker, "_copy_oldest", slow)
+            patch.setattr(_Worker, "_land", slow)
         model, optimizer, _ = made(folder, 8, "130KiB")
         try:
             draw = random.Random(seed)

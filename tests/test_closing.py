@@ -147,7 +147,7 @@ def drop(where):
         over.set()
     if where == "load":
         calls = [last]
-        engine.loader._worker._start_copies = lambda: calls.pop()() if calls else None
+        engine.loader._worker._is_needed = lambda: calls.pop()() if calls else True
     else:
         streams[where].submit(last)
     return go, over

@@ -154,7 +154,7 @@ def test_a_second_signal_says_what_is_lost(
     assert code_of(run, optimizer, at(6, "SIGTERM", "SIGTERM")) == 143
     assert (run.step, run.kept, run.stopped) == (6, 5, False)
     assert (
-        f"1 of the 6 steps are lost. The newest whole checkpoint is {tmp_path}/two/step-5, after 5 steps; "
+        f"2 of the 7 steps are lost. The newest whole checkpoint is {tmp_path}/two/step-5, after 5 steps; "
         f"`infinity.Run(optimizer, '{tmp_path}/two')` goes on from it.\n"
     ) in capsys.readouterr().err
     assert not list(tmp_path.rglob(".run.lock"))
@@ -180,7 +180,7 @@ def test_a_save_waits_for_the_step_that_gradients_are_for(
     with pytest.raises(KeyError):
         code_of(infinity.Run(optimizer, tmp_path / "run"), optimizer, fails, 12, every=2)
     said = capsys.readouterr().err
-    assert f"1 of the 9 steps are lost. The newest whole checkpoint is {tmp_path}/run/step-4, " in said
+    assert f"2 of the 10 steps are lost. The newest whole checkpoint is {tmp_path}/run/step-4, " in said
     assert "after 8 steps of the loop, 4 of the optimizer; " in said
     optimizer.zero_grad()  # which the step that raised has left
     run = infinity.Run(optimizer, tmp_path / "run")
@@ -198,12 +198,12 @@ def test_an_error_in_a_step_saves_nothing_of_it(
 
     with pytest.raises(KeyError, match="mine"):
         code_of(infinity.Run(optimizer, tmp_path / "run", save_every=5), optimizer, fails)
-    assert "1 of the 6 steps are lost. The newest whole checkpoint is" in capsys.readouterr().err
+    assert "2 of the 7 steps are lost. The newest whole checkpoint is" in capsys.readouterr().err
     assert steps_in(tmp_path / "run") == [5]
     assert not list((tmp_path / "run").glob(".run.lock"))
     with pytest.raises(KeyError, match="mine"):
         code_of(infinity.Run(optimizer, tmp_path / "none"), optimizer, fails)
-    assert "6 of the 6 steps are lost. There is no checkpoint." in capsys.readouterr().err
+    assert "7 of the 7 steps are lost. There is no checkpoint." in capsys.readouterr().err
     assert not os.path.exists(tmp_path / "none"), "what it has made goes with it"
 
 

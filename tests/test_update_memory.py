@@ -23,8 +23,7 @@ from .small_net import build, tokens
 
 #: What needs memory before a chunk is changed, in the order of an update.
 POINTS: dict[str, tuple[Any, str]] = {
-    "open": (update, "try_open_chunk"),
-    "wait for a lease": (update, "open_chunk"),
+    "open": (update, "open_chunk"),
     "lease": (pinned, "Lease"),
     "io": (chunk_io, "ChunkIO"),
     "read": (chunk_io.ChunkIO, "read"),
@@ -110,7 +109,7 @@ def test_an_update_that_finds_no_memory_ends_the_run(
     place: str, mode: str, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an update, at each of its points; nothing hangs, and every lease comes home."""
-    if point == "wait for a lease" or (point == "lease" and place != "nvme"):
+    if point == "lease" and place != "nvme":
         pytest.skip("this update takes no lease there")
     settings = {"delay_warmup_steps": 0, "read_ahead_memory": 0}
     model, optimizer, engine = wrapped(tmp_path, place, mode, **settings)

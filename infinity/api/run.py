@@ -25,6 +25,7 @@ from infinity.core.errors import (
 from infinity.core.signals import ENDING, SAVED, Ended
 from infinity.core.system_errors import cure, reason
 from infinity.storage.checkpoints import check_root, list_checkpoints
+from infinity.storage.folder import cure_of_path
 
 from .checkpoint import path_of
 from .claimed import claimed, going_on
@@ -381,7 +382,7 @@ class Run:
                 errno=error.errno,
                 path=self.root,
                 found=reason(error.errno),
-                cure=cure(error.errno, "check the directory's permissions and the room on its drive"),
+                cure=cure(error.errno, cure_of_path(error.errno)),
             )
         return None
 
@@ -391,8 +392,9 @@ class Run:
         """Return what is lost and what is whole, where this ends before its end."""
         if self.root is None:
             return ""
-        gone = self.step - self.kept
-        words = f"{gone} of the {self.step} steps are lost. " if gone else ""
+        step = self.step + self._is_left()
+        gone = step - self.kept
+        words = f"{gone} of the {step} steps are lost. " if gone else ""
         if not self.saved:
             return f"{words}There is no checkpoint." if words else ""
         made = os.path.basename(self.saved).removeprefix("step-")

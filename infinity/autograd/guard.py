@@ -39,8 +39,8 @@ class Guard:
         self._units = units
         self._uses = uses
         self._device_type = units[0].storage.device.type if units else "cpu"
-        self._scope_params: dict[int, list[tuple[nn.Module, str, nn.Parameter]]] = {
-            id(s.module): [
+        self._scope_params: dict[Scope, list[tuple[nn.Module, str, nn.Parameter]]] = {
+            s: [
                 (m, n, p)
                 for m in s.module.modules()
                 for n, p in m._parameters.items()
@@ -123,9 +123,12 @@ class Guard:
             f"`{self._made}`; or `infinity.unwrap(model)`, change it, and pass it to `{self._made}` again",
         )
 
-    def check_replaced(self, scope: Scope) -> None:
-        """Raise `ParameterChangedError` if a parameter of a scope was replaced or removed."""
-        for module, name, param in self._scope_params[id(scope.module)]:
+    def check_scope(self, scope: Scope) -> None:
+        """Raise `PrecisionError` where torch.autocast is on as a scope begins; `ParameterChangedError` if a
+        parameter of it was replaced or removed."""
+        if torch.is_autocast_enabled(self._device_type):
+            self.check_autocast(scope.name)
+        for module, name, param in self._scope_params[scope]:
             found = module._parameters.get(name)
             if found is param:
                 continue

@@ -13,6 +13,7 @@ the unit, too.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,21 +21,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.core.commits import in_backward
+from infinity.core.commits import commit, hook, in_backward
 from infinity.grads.gradients import Gradients
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
-from infinity.params.unit import ParamUnit, UnitState
+from infinity.params.unit import ParamUnit
 
 from . import inputs, saved
 from .activations import Activations
-from .claims import Forward
 from .containers import cast, tensors_in
 from .guard import Guard
 from .no_gradients import refuse_backward, without_gradients
 from .phases import Phases
+
+
+class _ScopeHooks:
+    """The hooks of one scope."""
+
+    def __init__(self, hooks: Hooks, scope: Scope) -> None:
+        self.commits = hooks.commits
+        self._hooks = hooks
+        self._phases = hooks.phases
+        self._guard = hooks.guard
+        self._scope = scope
+
+    @eager
+    @hook
+    def before(self, grad: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward begins."""
+        scope = self._scope
+        self._guard.check_scope(scope)
+        forward = self._phases.enter(scope, grad=grad)
+        if scope.looks:
+            self._hooks.use(scope.looks, False)
+        if grad:
+            inputs.watch(args, kwargs, functools.partial(self._phases.input_comes, forward))
+
+    @eager
+    @hook
+    def after(self, grad: bool, module: nn.Module, args: Any, output: Any) -> None:
+        """It is over, also when it raised."""
+        forward = self._phases.leave(self._scope)
+        if forward is None:
+            return
+        try:
+            if grad:
+                _watch(output, functools.partial(self._phases.begin_scope_backward, forward))
+        finally:
+            self._phases.release(forward, grad=grad)
 
 
 class Hooks:
@@ -52,25 +88,27 @@ class Hooks:
         compute_dtype: torch.dtype | None,
         activations: Activations | None = None,
     ) -> None:
-        self._phases = phases
-        self._residency = residency
-        self._gradients = gradients
+        self.phases = phases
+        self.commits = phases.commits
+        self.residency = residency
+        self.gradients = gradients
         self._compute_dtype = compute_dtype
         self._activations = activations
         self.guard = Guard(model, scopes, params, residency.units, residency.uses, trains=phases.trains)
         self._handles: list[Any] = []
         self._handles.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
         for scope in scopes:
-            self._install(scope)
+            hooks, module = _ScopeHooks(self, scope), scope.module
+            self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(hooks.after, always_call=True, prepend=True))
         self._handles.append(model.register_forward_hook(self._leave, always_call=True))
         for sharded in params:
             if sharded.param.requires_grad:
-                self._handles.append(
-                    sharded.param.register_post_accumulate_grad_hook(_gradient_hook(self, sharded))
-                )
+                hook = _GradientHooks(self, sharded)
+                self._handles.append(sharded.param.register_post_accumulate_grad_hook(hook.arrives))
                 if gradients.of_ranks:  # they compare what is in `p.grad` before anything is added to it
-                    self._handles.append(sharded.param.register_hook(_coming_hook(self)))
-        present, use = _weak(self._present), _weak(self._use)
+                    self._handles.append(sharded.param.register_hook(hook.comes))
+        present, use = _weak(self._present), _weak(self.use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
             if not unit.on_device or residency.has_two_versions:
@@ -86,52 +124,21 @@ class Hooks:
 
     # -- forward ----------------------------------------------------------------------------
 
-    def _install(self, scope: Scope) -> None:
-        phases, commits, guard = self._phases, self._phases.commits, self.guard
-
-        @eager
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with commits:
-                guard.check_autocast(scope.name)
-                guard.check_replaced(scope)
-                forward = phases.enter_still(scope) or phases.enter(scope)
-                if scope.looks:
-                    self._use(scope.looks, False)
-                if torch.is_grad_enabled():
-                    inputs.watch(args, kwargs, lambda: phases.end_scope_backward(forward))
-
-        @eager
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            with commits:
-                forward = phases.leave(scope)
-                if forward is None:
-                    return None
-                try:
-                    if torch.is_grad_enabled():
-                        self._watch(output, forward)
-                finally:
-                    phases.release(forward)
-            return None
-
-        module = scope.module
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True, prepend=True))
-
     @eager
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the root's forward."""
         self.guard.check_traced()
-        with self._phases.commits:
+        with self.commits:
             return self._begin(module, args, kwargs)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        phases = self._phases
+        phases = self.phases
         outside = phases.enter_root(module, self)
         self.guard.check_autocast("")
         if outside:
             self.guard.check_params()
             self.guard.check_added(module)
-            phases.begin_forward(self, training=module.training)
+            phases.begin_forward(self, training=module.training, grad=torch.is_grad_enabled())
         # What is recomputed is used at once.
         offload = self._activations if torch.is_grad_enabled() and not in_backward() else None
         phases.push_root(self, saved.enter(phases.token, offload))
@@ -145,17 +152,17 @@ class Hooks:
     @eager
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the root's forward, also when it raised."""
-        phases = self._phases
+        phases = self.phases
         if not in_backward() and not phases.commits.mine:
             return None  # it never began: another thread holds the lock
         with phases.commits:
             return self._end(output)
 
     def _end(self, output: Any) -> Any:
-        phases = self._phases
+        phases = self.phases
         if phases.leave_root(self):
             if torch.is_grad_enabled() and not in_backward():
-                self._keep_version(output, self._phases.newest)
+                self._keep_version(output, self.phases.newest)
             phases.end_forward(self)
         if not phases.trains and torch.is_grad_enabled() and not phases.in_forward:
             return refuse_backward(output)
@@ -163,72 +170,44 @@ class Hooks:
 
     # -- backward ---------------------------------------------------------------------------
 
-    def _watch(self, output: Any, forward: Forward) -> None:
-        @eager
-        def begins(grad: torch.Tensor) -> None:
-            with self._phases.commits:
-                self._phases.begin_scope_backward(forward)
-
-        for tensor in tensors_in(output):
-            # Not a leaf, on which hooks would stay for good: the scope has computed nothing of it.
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(begins)
-
     def _keep_version(self, output: Any, newest: bool) -> None:
         """Make the backward of the root's `output` begin with the version that its forward used: a reentrant
         recomputation has no hook of its own before its forward."""
 
         @eager
         def begins(grad: torch.Tensor) -> None:
-            with self._phases.commits:
-                self._phases.begin_root_backward(newest=newest)
+            with self.commits:
+                self.phases.begin_root_backward(newest=newest)
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(begins)
 
-    def _gradient_arrives(self, sharded: ShardedParam) -> None:
-        with self._phases.commits:
-            is_complete = self._gradients.arrived(sharded)
-            self._phases.came(sharded)
-            if is_complete:
-                self._gradients.reduce(self._residency.units[sharded.unit])
-
     # -- what is used elsewhere -------------------------------------------------------------
 
+    @commit
     def _present(self, unit: ParamUnit, newest: bool) -> None:
         """Load the values of `unit` to the device, because autograd is unpacking a part of it."""
-        there = unit.persistent or unit.in_use
-        if unit.state is UnitState.UNSHARDED and unit.newest == newest and there:
-            return
-        with self._phases.commits:
-            if unit.is_away:
-                self._phases.check()
-            self._want((unit.index,), newest)
-            if not in_backward():
-                self._phases.claims.release_wanted()
+        if unit.is_away:
+            self.phases.check()
+        self.phases.want((unit.index,), newest=newest)
+        if not in_backward():
+            self.residency.release_wanted()
 
-    def _use(self, units: Sequence[int], address: bool) -> bool:
+    def use(self, units: Sequence[int], address: bool) -> bool:
         """Code uses released parameters of `units`. In a forward or a backward, load all of these units: a
         module may use another module's parameter, and a recomputation a parameter that is released by then.
         `address`: the code asks for an address in their memory, which the engine cannot count.
         Return whether the units are loaded."""
-        if self._phases.is_idle:
-            if self._phases.closed:
-                self._phases.check()  # raises what to do then
+        if self.phases.is_idle:
+            if self.phases.closed:
+                self.phases.check()  # raises what to do then
             return False
-        self._phases.commits.check_thread()
-        with self._phases.commits:
-            self._phases.check()
-            self._want(units, self._phases.newest, address=address)
+        self.commits.check_thread()
+        with self.commits:
+            self.phases.check()
+            self.phases.want(units, newest=self.phases.newest, address=address)
         return True
-
-    def _want(self, units: Sequence[int], newest: bool, *, address: bool = False) -> None:
-        phases = self._phases
-        if in_backward():
-            phases.begin_backward()
-            phases.end_passed()
-        phases.claims.want(units, newest=newest, note=not phases.is_idle, address=address)
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,26 +221,40 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _coming_hook(hooks: Hooks) -> Callable[[torch.Tensor], None]:
-    weak_hooks = weakref.ref(hooks)
+def _watch(output: Any, begins: Callable[[torch.Tensor], None]) -> None:
+    """Register `begins`, which a backward calls when the gradient of one of the outputs is there."""
+    for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
+        # Not a leaf, on which hooks would stay for good: the scope has computed nothing of it.
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(begins)
+
+
+class _GradientHooks:
+    """The hooks of one parameter. Weak: autograd keeps them where the garbage collector does not look."""
+
+    def __init__(self, hooks: Hooks, sharded: ShardedParam) -> None:
+        self.commits = hooks.commits
+        self._hooks, self._sharded = weakref.ref(hooks), weakref.ref(sharded)
 
     @eager
-    def begins(grad: torch.Tensor) -> None:
-        if (owner := weak_hooks()) is not None:
-            with owner._phases.commits:
-                owner._phases.begin_backward()
-
-    return begins
-
-
-def _gradient_hook(hooks: Hooks, sharded: ShardedParam) -> Callable[[torch.Tensor], None]:
-    # Weak: autograd keeps the hook where the garbage collector does not look.
-    weak_hooks, weak_sharded = weakref.ref(hooks), weakref.ref(sharded)
+    @hook
+    def comes(self, _: bool, grad: torch.Tensor) -> None:
+        """The gradient is there, and not added to `p.grad` yet."""
+        if (hooks := self._hooks()) is not None:
+            hooks.phases.begin_backward()
 
     @eager
-    def take(param: torch.Tensor) -> None:
-        owner, mine = weak_hooks(), weak_sharded()
-        if owner is not None and mine is not None:
-            owner._gradient_arrives(mine)
-
-    return take
+    @hook
+    def arrives(self, _: bool, param: torch.Tensor) -> None:
+        """The gradient is in `p.grad`."""
+        hooks, sharded = self._hooks(), self._sharded()
+        if hooks is None or sharded is None:
+            return
+        phases, gradients = hooks.phases, hooks.gradients
+        is_complete = gradients.arrived(sharded)
+        if torch._C._current_graph_task_id() not in phases.tasks:
+            phases.begin_backward()
+        if phases.behind is not None:
+            phases.behind.came(sharded)
+        if is_complete:
+            gradients.reduce(hooks.residency.units[sharded.unit])

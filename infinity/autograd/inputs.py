@@ -19,23 +19,13 @@ import torch
 from .containers import tensors_in
 
 
-def next_number() -> int:
-    """Return the number that autograd will give to the next node that this thread makes."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def number_now() -> int:
-    """Return the number of the node that a backward of this thread is at; if none, one above all."""
-    node = torch._C._current_autograd_node()
-    return int(node._sequence_nr()) if node is not None else 2**64
-
-
-def watch(args: Any, kwargs: Any, end: Callable[[], None]) -> None:
+def watch(args: Any, kwargs: Any, end: Callable[[torch.Tensor], None]) -> None:
     """Register `end`, which a backward calls when the node of one of the inputs is about to run."""
     seen: set[int] = set()
-    for tensor in tensors_in((args, kwargs), objects=False):
-        # What a scope does to a view in place gives its base a new node, and may leave the view's out.
-        for watched in (tensor, tensor._base):
-            if watched is not None and watched.grad_fn is not None and id(watched) not in seen:
-                seen.add(id(watched))
-                watched.register_hook(lambda grad: end())
+    for value in (*args, *kwargs.values()):
+        for tensor in (value,) if type(value) is torch.Tensor else tensors_in(value, objects=False):
+            # What a scope does to a view in place gives its base a new node, and may leave the view's out.
+            for watched in (tensor, tensor._base):
+                if watched is not None and watched.grad_fn is not None and id(watched) not in seen:
+                    seen.add(id(watched))
+                    watched.register_hook(end)

@@ -9,26 +9,21 @@ or all ranks (collectives, commits, traces) attaches to these four places and to
 torch reports neither a backward that raises nor a forward that Ctrl-C ends. So the engine asks torch whether
 a backward is running; the next forward from outside removes abandoned forward objects; and what keeps a
 unit is a use that a reset can drop ([Note: uses], [Note: looks at the stack]).
-
-[Note: nothing moves] Where all units are placed on the device, in one version, the forward of a scope inside
-the root's moves nothing, and keeps no unit that could go. Such a forward is *still*: the engine notes it on a
-list of its own, and changes no other state. So it acquires nothing, which costs more than a small layer
-computes. A unit that waits for its update, a backward, another thread and a trace take the usual way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Iterator
+from _thread import get_ident
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 from torch.autograd.variable import Variable
 
 from infinity.core import handlers
-from infinity.core.commits import commit, in_backward
+from infinity.core.commits import commit, hook, in_backward
 from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
 from infinity.core.stack import calls_of, is_called
@@ -36,12 +31,14 @@ from infinity.optim.behind import Behind, Parts
 from infinity.optim.blocks import Blocks
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
-from infinity.params.param import ShardedParam
 from infinity.params.uses import Use, UseKind
 
-from . import inputs, saved
+from . import saved
 from .activations import Activations
-from .claims import Claims, Forward
+
+_task_now: Final = torch._C._current_graph_task_id  # -1: this thread is in no backward
+_node_now: Final = torch._C._current_autograd_node
+_next_number: Final = torch._C._autograd._get_sequence_nr  # of the next node that this thread makes
 
 #: Why an engine is closed, and what to do then.
 CLOSED: Final = "close() was called"
@@ -61,6 +58,33 @@ class Root(Use):
         self.frame = frame
 
 
+class Forward(Use):
+    """A forward of one scope, and then its backward. It refers to nothing of the engine: a unit refers to it.
+
+    Attributes:
+        frame: what `saved.leave` takes.
+        newest: the version that it used: [Note: two versions].
+        start: the number of the first of all nodes that it makes.
+        task: autograd's number of the backward that it is in; -1: none.
+        recomputes: whether it is inside of a backward.
+        outside: whether it began from outside of any other.
+        over: whether a backward of it has ended since the last began.
+        passed: whether any has ended.
+    """
+
+    def __init__(self, scope: Scope, *, newest: bool) -> None:
+        self.kind = UseKind.FORWARD  # what `Use` does, without a call
+        self.units = set()
+        self.thread = get_ident()
+        self.scope = scope
+        self.frame: object = None
+        self.newest = newest
+        self.start: int = _next_number()
+        self.task = -1
+        self.recomputes = _task_now() != -1
+        self.outside = self.over = self.passed = False
+
+
 class Phases:
     """The phases of one engine."""
 
@@ -76,7 +100,6 @@ class Phases:
         self.owner = owner  # kept by whoever has the phases: the model's hooks, and the optimizer
         self.commits = parts.residency.commits
         self.trains = trains  # whether there is an optimizer; without, no forward has a backward to come
-        self.claims = Claims(parts.residency)
         self.uses = parts.residency.uses  # all that is under way: [Note: uses]
         self.blocks = Blocks(parts.residency, parts.edits)
         self.token = saved.Forwards()  # whose hooks on saved tensors are ours
@@ -97,9 +120,13 @@ class Phases:
         self._recorder = recorder
         self._activations = activations
         self._left = 0  # when the last forward with a graph ended, for traces
-        self._stays = self._residency.stays  # whether a forward may be still: [Note: nothing moves]
-        self._still: list[Forward] = []  # of one thread, innermost last
-        self._without_graph: dict[int, Forward] = {}  # still, by scope
+        of = self.uses.of
+        self._of_root, self.tasks = of[UseKind.ROOT], self.uses.tasks
+        self._forwards, self._recomputed, self._backwards = (
+            of[UseKind.FORWARD],
+            of[UseKind.RECOMPUTED],
+            of[UseKind.BACKWARD],
+        )
 
     def attach(self, behind: Behind | None) -> None:
         """From now on `behind` updates units in the last backward of a step, if there is one."""
@@ -200,9 +227,9 @@ class Phases:
 
     # -- forward ----------------------------------------------------------------------------
 
-    def begin_forward(self, use: object, *, training: bool) -> None:
-        """A forward begins from outside of any other: take the engine lock for it, and use the version that
-        `training` or evaluating uses."""
+    def begin_forward(self, use: object, *, training: bool, grad: bool) -> None:
+        """A forward begins from outside of any other, maybe with a graph (`grad`): take the engine lock for
+        it, and use the version that `training` or evaluating uses."""
         handlers.wrap()
         self.commits.begin(use)
         self.reset_abandoned()
@@ -218,11 +245,11 @@ class Phases:
                 cure="clone() tensors that you change before their backward",
             )
         self.newest = not training
-        self._has_graph = torch.is_grad_enabled()
-        if torch.is_grad_enabled():
+        self._has_graph = grad
+        if grad:
             self._of_graph = self.newest
         self._residency.show(newest=self.newest)
-        self._residency.schedule.expect(torch.is_grad_enabled() and self.trains)
+        self._residency.schedule.expect(grad and self.trains)
 
     def enter_root(self, module: torch.nn.Module, use: object) -> bool:
         """A forward of the root begins; return whether it begins from outside, and not in a forward or a
@@ -255,7 +282,7 @@ class Phases:
         if roots:
             self.uses.end(roots[-1])
             saved.leave(roots[-1].frame)
-        self.claims.release_wanted()
+        self._release_wanted()
         if roots[:-1]:
             return False
         grad, backward = torch.is_grad_enabled() and self.trains, in_backward()
@@ -273,44 +300,29 @@ class Phases:
             self.stepped(0.0)
         self.commits.leave(use)
 
-    def enter_still(self, scope: Scope) -> Forward | None:
-        """A forward of a scope begins, as in `enter`, if it is still; else do nothing, and return None."""
-        if not self._stays or scope.looks or self.behind is not None or self._recorder.log is not None:
-            return None
-        if in_backward() or not self.commits.mine or not self.uses.of[UseKind.ROOT]:
-            return None
-        if not self._residency.use_still(scope.units, note=self.trains):
-            return None
-        if torch.is_grad_enabled():
-            forward = self._forward(scope)
-            forward.frame = saved.enter(self.token)
-        else:  # one for all: no backward asks anything of it
-            forward = self._without_graph.get(id(scope)) or self._forward(scope)
-            self._without_graph[id(scope)] = forward
-            forward.thread = threading.get_ident()
-        forward.still = True
-        self._still.append(forward)
-        return forward
-
-    def enter(self, scope: Scope) -> Forward:
-        """A forward of a scope begins."""
-        forward = self._forward(scope)
+    def enter(self, scope: Scope, *, grad: bool) -> Forward:
+        """A forward of a scope begins, with grad mode or without."""
+        forward = Forward(scope, newest=self.newest)
         if forward.recomputes:
-            self.end_passed()
-        elif self.uses.of[UseKind.ROOT]:
-            self.commits.check_thread()
+            if self._backwards:
+                self.end_passed()
+        elif self._of_root:
+            if self.commits.holder != forward.thread:
+                self.commits.check_thread()
         else:  # not called through the root
-            self.begin_forward(forward, training=scope.module.training)
+            forward.outside = True
+            self.begin_forward(forward, training=scope.module.training, grad=grad)
             forward.newest = self.newest
         if self.behind is not None and self._has_graph and not forward.recomputes:
             self.behind.visit(scope.units)
-        self.claims.release_recomputed(scope)
-        self.claims.release_wanted()
-        for again in [*self.uses.of[UseKind.RECOMPUTED]]:  # of this scope
+        if self._recomputed:
+            self._release_recomputed(scope)
+        if self._residency.wanted:
+            self._residency.release_wanted()
+        for again in [*self._recomputed]:  # of this scope
             self.uses.end(again)  # what it kept, this one does
-        self.uses.begin(forward)
-        forward.frame = saved.enter(self.token)
         self._residency.acquire(scope.units, forward, newest=self.newest)
+        forward.frame = saved.enter(self.token)
         if (log := self._recorder.log) is not None:
             log.enter(forward, "recompute" if forward.recomputes else "forward", _first(scope))
         return forward
@@ -318,39 +330,50 @@ class Phases:
     def leave(self, scope: Scope) -> Forward | None:
         """This thread's innermost forward of a scope is over, also when it raised; None: it never began,
         for another thread holds the engine lock."""
-        me = threading.get_ident()
-        if self._still and not in_backward():
-            for at in range(len(self._still) - 1, -1, -1):
-                still = self._still[at]
-                if still.scope is scope and still.thread == me:
-                    del self._still[at:]  # with what an interrupt has left inside of it
-                    saved.leave(still.frame)
-                    return still
-        for forward in reversed([*self.uses.of[UseKind.FORWARD]]):
+        me = get_ident()
+        for forward in reversed([*self._forwards]):
             if isinstance(forward, Forward) and forward.scope is scope and forward.thread == me:
-                saved.leave(forward.frame)
+                if forward.frame is not None:
+                    saved.leave(forward.frame)
                 return forward
         mine = in_backward() or self.commits.mine
-        return self._forward(scope) if mine else None
+        return Forward(scope, newest=self.newest) if mine else None
 
-    def _forward(self, scope: Scope) -> Forward:
-        return Forward(scope, inputs.next_number(), newest=self.newest, recomputes=in_backward())
-
-    def release(self, forward: Forward) -> None:
+    def release(self, forward: Forward, *, grad: bool) -> None:
         """Let go of what a forward of a scope used; then others may come in."""
-        if forward.still:
-            return
         try:
-            self.claims.release_wanted()
+            if self._residency.wanted:
+                self._residency.release_wanted()
             if (log := self._recorder.log) is not None:
                 log.leave(forward)
-            if in_backward() and torch.is_grad_enabled():
+            if grad and forward.recomputes:
                 # Recomputation: its backward follows at once, or another scope comes.
                 self.uses.turn(forward, UseKind.RECOMPUTED)
             else:
                 self._residency.release(forward)
         finally:
-            self.commits.leave(forward)
+            if forward.outside:
+                self.commits.leave(forward)
+
+    @commit
+    def want(self, units: Sequence[int], *, newest: bool, address: bool = False) -> None:
+        """Code uses units outside of their scope; `address`: it has an address in their memory."""
+        backward = in_backward()
+        if backward:
+            self.begin_backward()
+            self.end_passed()
+        note = backward or self.in_forward
+        self._residency.want(units, newest=newest, note=note, address=address)
+
+    def _release_recomputed(self, scope: Scope | None) -> None:
+        """Let go of recomputed scopes, but for `scope`."""
+        for use in [*self._recomputed]:
+            if isinstance(use, Forward) and use.scope is not scope:
+                self._residency.release(use)
+
+    @commit
+    def _release_wanted(self) -> None:
+        self._residency.release_wanted()
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -358,17 +381,15 @@ class Phases:
         """A backward is under way: the first of it, or any later time."""
         # A callback fires at the end of the backward that queues it, which may be the inner one
         # of reentrant checkpointing: each queues one, and the last to end is the outermost.
-        task = torch._C._current_graph_task_id()
-        tasks = self.uses.of[UseKind.TASK]
-        for use in tasks:
-            if use.task == task:
-                return
-        if not tasks:
+        task = _task_now()
+        if task in self.tasks:
+            return
+        if not self.tasks:
             self.commits.begin(self.token)
             if (log := self._recorder.log) is not None:
                 log.backward(self, self._left)
             self._prepare_backward()
-        self.uses.begin(Use(UseKind.TASK, task=task))
+        self.tasks.add(task)
         Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
 
     @commit
@@ -391,70 +412,78 @@ class Phases:
         self.begin_backward()
         self.newest = newest
 
-    def begin_scope_backward(self, forward: Forward) -> None:
+    @eager
+    @hook
+    def begin_scope_backward(self, _: bool, forward: Forward, grad: torch.Tensor) -> None:
         """The gradient of an output of a scope is there."""
-        self.begin_backward()
+        if _task_now() not in self.tasks:
+            self.begin_backward()
         self.end_passed()
-        forward.task = torch._C._current_graph_task_id()
+        forward.task = _task_now()
+        forward.over = False
         self.uses.turn(forward, UseKind.BACKWARD)
-        self.claims.release_wanted()
-        self.claims.release_recomputed(forward.scope)
+        if self._residency.wanted:
+            self._residency.release_wanted()
+        if self._recomputed:
+            self._release_recomputed(forward.scope)
         self.newest = forward.newest
         units = forward.scope.units
         if self.behind is not None:  # an output that is handed on has its gradient last: nothing reads them
             units = tuple(unit for unit in units if not self.behind.has_updated(unit))
         self._residency.acquire(units, forward, newest=self.newest)
-        self.claims.release_recomputed(None)
+        if self._recomputed:
+            self._release_recomputed(None)
         if (log := self._recorder.log) is not None:
             log.enter(forward, "backward", _first(forward.scope))
 
     @eager
-    def end_scope_backward(self, forward: Forward) -> None:
-        """The backward of a scope is over: [Note: the end of a scope's backward]."""
-        with self.commits:
-            self._end_scope(forward)
+    def input_comes(self, forward: Forward, grad: torch.Tensor) -> None:
+        """The node of an input of a scope is about to run in a backward."""
+        if not forward.over:
+            self._end_at_input(forward)
 
-    def _end_scope(self, forward: Forward) -> None:
-        # Or it has ended at another input, or never began.
-        claimed = forward in self.uses.of[UseKind.BACKWARD]
+    @hook
+    def _end_at_input(self, _: bool, forward: Forward) -> None:
+        self.end_scope_backward(forward)
+
+    def end_scope_backward(self, forward: Forward) -> None:
+        """The backward of a scope is over ([Note: the end of a scope's backward]), or it never began. The
+        caller is in a commit."""
+        claimed = forward in self._backwards
         for index in forward.scope.units:
             self._gradients.reduce(self._residency.units[index])
         if claimed:
             self._residency.release(forward)
-        self.claims.release_wanted()
-        self._passed(forward)
+        if self._residency.wanted:
+            self._residency.release_wanted()
+        forward.over = True
+        if self.behind is not None:
+            self._passed(forward)
         if (log := self._recorder.log) is not None:
             log.leave(forward)
 
     def _passed(self, forward: Forward) -> None:
-        if self.behind is not None and not forward.ended:
-            forward.ended = True
+        if self.behind is not None and not forward.passed:
+            forward.passed = True
             self.behind.passed(forward.scope.units)
-
-    def came(self, sharded: ShardedParam) -> None:
-        """A parameter's gradient has come in the backward that is under way."""
-        self.begin_backward()
-        if self.behind is not None:
-            self.behind.came(sharded)
 
     def end_passed(self) -> None:
         """End the backwards of scopes that the node that runs now was made before."""
-        number, task = inputs.number_now(), torch._C._current_graph_task_id()
-        for forward in [*self.uses.of[UseKind.BACKWARD]]:
+        node, task = _node_now(), _task_now()
+        number = node._sequence_nr() if node is not None else 2**64  # a backward of this thread is at none
+        for forward in [*self._backwards]:
             # on whichever thread it runs
             if isinstance(forward, Forward) and forward.start > number and forward.task == task:
                 self.end_scope_backward(forward)
 
     @eager
-    def _backward_ends(self, task: int) -> None:
-        with self.commits:
-            self._end_task(task)
+    @hook
+    def _backward_ends(self, _: bool, task: int) -> None:
+        self._end_task(task)
 
     def _end_task(self, task: int) -> None:
-        for use in [*self.uses.of[UseKind.TASK]]:
-            if use.task == task:
-                self.uses.end(use)
-        if self.uses.of[UseKind.TASK]:
+        self.tasks.discard(task)
+        if self.tasks:
             for forward in self._of_scopes(UseKind.BACKWARD):
                 if forward.task == task:
                     self.end_scope_backward(forward)
@@ -524,7 +553,6 @@ class Phases:
         self._left = 0
         if (log := self._recorder.log) is not None:
             log.leave_all()
-        self._still.clear()
         self.uses.drop(UseKind.ROOT, UseKind.FORWARD)
         saved.reset(self.token)
         self._reset_backward()
@@ -540,8 +568,7 @@ class Phases:
 
     def _reset_backward(self) -> None:
         """Finish what a backward has left; forwards that it was a part of go on."""
-        self.uses.drop(UseKind.TASK)
-        self.claims.forget()
+        self.tasks.clear()
         self.commits.leave(self.token)
         self._gradients.send_all()
         self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED, UseKind.ONCE)

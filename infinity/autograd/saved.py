@@ -38,9 +38,10 @@ from infinity.core.stack import frames
 from infinity.optim.edits import Block
 from infinity.params.eager import eager
 from infinity.params.param import ShardedParam
-from infinity.params.unit import ParamUnit
+from infinity.params.unit import ParamUnit, UnitState
 
 _graph: Any = torch._C._autograd
+_plainly: Any = torch._C.DisableTorchFunctionSubclass
 
 
 class Offload(Protocol):
@@ -60,8 +61,7 @@ class Packed(Protocol):
 #: Makes a unit present, in the newest version or in the one in front.
 Present = Callable[[ParamUnit, bool], None]
 
-#: By the address of its storage: a unit whose memory may go, what makes it present, and the version that
-#: is shown.
+#: By the address of its storage: a unit whose memory may go, and what makes it present.
 _UNITS: dict[int, tuple[ParamUnit, Present]] = {}
 
 
@@ -103,16 +103,21 @@ class _Reference:
         self.shape, self.stride = tensor.shape, tensor.stride()
         self.offset = tensor.storage_offset()
         self.newest = unit.newest
-        self.version: int | None = sharded.current_version
+        with _plainly():
+            self.version: int | None = sharded.param._version
         if unit.references is not None:
             unit.references.add(self)
 
     def unpack(self) -> torch.Tensor:
-        if self.version is not None:
-            check_version(self.sharded.current_version, self.version, self.sharded.param, self.shape)
-        self.present(self.unit, self.newest)
-        with torch._C.DisableTorchFunctionSubclass():
-            tensor = self.sharded.param.detach().as_strided(self.shape, self.stride, self.offset)
+        unit, param = self.unit, self.sharded.param
+        with _plainly():
+            if self.version is not None and param._version != self.version:
+                check_version(param._version, self.version, param, self.shape)
+        stays = unit.users or unit.persistent
+        if not stays or unit.state is not UnitState.UNSHARDED or unit.newest is not self.newest:
+            self.present(unit, self.newest)
+        with _plainly():
+            tensor = param.detach().as_strided(self.shape, self.stride, self.offset)
         if torch.is_grad_enabled():
             # A graph of this backward is being made. torch drops these with the node that asked.
             _push_on_top()
@@ -146,11 +151,12 @@ class _Frame:
     """One pair of our hooks, and who set it: the `Forwards` of a model, a `gathered` block, or somebody's own
     hooks."""
 
-    __slots__ = ("hooks", "owner")
+    __slots__ = ("forwards", "hooks", "owner")
 
     def __init__(self, beneath: Any, offload: Offload | None, owner: object) -> None:
         self.hooks = (functools.partial(_pack, beneath, offload), _unpack)
         self.owner = owner
+        self.forwards = owner if isinstance(owner, Forwards) else None
 
 
 class _Frames(threading.local):
@@ -163,15 +169,26 @@ _frames = _Frames()  # that are set in this thread
 
 @eager
 def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
-    if _leave_over():
+    pairs = _frames.list
+    if pairs and (last := pairs[-1].forwards) is not None and last.are_over and _leave_over():
         return tensor.detach(), tensor._version
     if torch.is_autocast_enabled(tensor.device.type) and _UNITS:
         raise autocast_error("a forward", tensor.device.type)
-    found = _find(tensor)
-    if found is not None:
-        if beneath is not None and beneath[0].__module__ == checkpoint.__name__:
-            found.version = None
-        return found
+    entry = None
+    if tensor.layout is torch.strided:
+        try:
+            entry = _UNITS.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a wrapper without storage
+            entry = None
+    if entry is not None:
+        unit, present = entry
+        at = int(tensor.storage_offset()) * tensor.element_size()
+        sharded = unit.first.get(at) or unit.param_at(at)
+        if tensor.dtype is sharded.spec.dtype:  # else other elements over the bytes: held, as by any alias
+            found = _Reference(tensor, unit, sharded, present)
+            if beneath is not None and beneath[0].__module__ == checkpoint.__name__:
+                found.version = None
+            return found
     if beneath is not None:
         return _Theirs(beneath[0](tensor), beneath[1])
     if offload is not None:
@@ -181,28 +198,12 @@ def _pack(beneath: Any, offload: Offload | None, tensor: torch.Tensor) -> Any:
     return tensor.detach(), tensor._version
 
 
-def _find(tensor: torch.Tensor) -> _Reference | None:
-    """Return the reference that stands for `tensor`; None if it does not lie in a unit."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        entry = _UNITS.get(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # a wrapper without storage
-        return None
-    if entry is None:
-        return None
-    unit, present = entry
-    sharded = unit.param_at(int(tensor.storage_offset()) * tensor.element_size())
-    if tensor.dtype is not sharded.spec.dtype:
-        return None  # other elements over the same bytes: held, as by any alias
-    return _Reference(tensor, unit, sharded, present)
-
-
 @eager
 def _unpack(packed: Any) -> torch.Tensor:
     if type(packed) is tuple:
         tensor, version = packed
-        check_version(tensor._version, version, tensor, tensor.shape)
+        if tensor._version != version:
+            check_version(tensor._version, version, tensor, tensor.shape)
         return tensor  # type: ignore[no-any-return]
     if type(packed) is _Theirs:
         return packed.hook(packed.packed)
@@ -241,9 +242,11 @@ def enter(owner: object, offload: Offload | None = None) -> object:
         return None
     if not _graph._saved_tensors_hooks_is_enabled():
         return None  # inside torch.func.grad: [Note: held units]
-    _leave_over()
+    pairs = _frames.list
+    if pairs and (last := pairs[-1].forwards) is not None and last.are_over:
+        _leave_over()
     top = _top()
-    if not _is_ours(top):
+    if top is None or top[1] is not _unpack:
         return _push(top, offload, owner)
     if offload is None or top[0].args != (None, None):
         return None
@@ -288,7 +291,7 @@ def _leave_over() -> bool:
     """Take off, innermost first, what forwards that are over have left in this thread, if nobody else's is on
     top of it; return whether anything was."""
     pairs, taken = _frames.list, False
-    while pairs and isinstance(last := pairs[-1].owner, Forwards) and last.are_over and _is_top(pairs[-1]):
+    while pairs and (last := pairs[-1].forwards) is not None and last.are_over and _is_top(pairs[-1]):
         _pop()
         taken = True
     return taken
@@ -313,27 +316,27 @@ def _pop() -> None:
 
 def _push_on_top() -> None:
     top = _top()
-    if not _is_ours(top):
+    if top is None or top[1] is not _unpack:
         _graph._push_saved_tensors_default_hooks(functools.partial(_pack, top, None), _unpack)
 
 
-def _top() -> Any:
-    """Return the innermost hooks; None if there are none. Before 2.8 torch does not tell: then those are
-    known that were set by torch's own context manager."""
-    top = getattr(_graph, "_top_saved_tensors_default_hooks", None)
-    if top is not None:
-        return top(True)
+def _newest() -> Any:
     return _frames.list[-1].hooks if _frames.list else None
+
+
+#: Returns the innermost hooks; None if there are none. Before 2.8 torch does not tell: then those are known
+#: that were set by torch's own context manager.
+_top: Callable[[], Any] = (
+    functools.partial(top, True)
+    if (top := getattr(_graph, "_top_saved_tensors_default_hooks", None))
+    else _newest
+)
 
 
 def _is_top(frame: _Frame) -> bool:
     """Whether nobody has set hooks after these."""
     top = _top()
     return top is None or top[0] is frame.hooks[0]
-
-
-def _is_ours(hooks: Any) -> bool:
-    return hooks is not None and hooks[1] is _unpack
 
 
 def _composed() -> None:

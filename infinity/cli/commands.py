@@ -87,7 +87,7 @@ def tune_command(**given: Any) -> Any:
     """Find the smallest I/O settings that are as good as the best, for the drive below each DIR.
 
     They are kept per drive, and `auto` uses them; the Config that is printed names them.
-    Needs an otherwise idle machine, and a gigabyte of free space for the time it takes. Exit code 1 when the
-    result cannot be kept; it is printed then, too.
+    Needs an otherwise idle machine, and up to a gigabyte of free space for the time it takes. Exit code 1
+    when the result cannot be kept; it is printed then, too.
     """
     return _imported("infinity.cli.tune").tune_command(**given)

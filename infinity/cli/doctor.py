@@ -209,7 +209,14 @@ def gpus() -> tuple[Gpu, ...]:
 def memory() -> Iterator[Finding]:
     """Host memory, and what limits it."""
     available, limit = probe.available_host_memory(), probe.cgroup_memory_limit()
-    cure = "end other programs, or lower --host-memory" if available < 2 * GiB else None
+    cure = None
+    if available < 2 * GiB:
+        of_job = probe.cgroup_memory_left() <= available
+        cure = (
+            "raise the memory limit of this job or container (--mem, MemoryMax=)"
+            if of_job
+            else "end other programs, or lower host_memory"
+        )
     yield note("host memory", f"{format_size(available)} available", cure)
     text = "no limit"
     if limit is not None:

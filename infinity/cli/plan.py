@@ -279,7 +279,10 @@ def show(case: Case, result: Mapping[str, Any]) -> None:
         )
     if result["problems"]:
         console.print(
-            f"  to change: {result['problems'][0]['cure']}", style="bold red", markup=False, soft_wrap=True
+            f"  to change, in place of your options of these names: {result['problems'][0]['cure']}",
+            style="bold red",
+            markup=False,
+            soft_wrap=True,
         )
     if result["fits"]:
         console.print("It fits.", style="green")

@@ -272,7 +272,7 @@ def show(result: Mapping[str, Any]) -> None:
         console.print(
             f"{row['path']}: {settings.backend}{threads}, {sizes(settings)}: "
             f"{gigabytes(measured['score_bytes_per_second'])} GB/s, "
-            f"{measured['of_best']:.0%} of the best of {measured['candidates']} "
+            f"{measured['of_best']:.0%} of the best rate in the search of {measured['candidates']} "
             f"(equal settings differ by {measured['noise']:.1%} here)",
             markup=False,
         )

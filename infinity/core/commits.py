@@ -39,6 +39,10 @@ from .locks import reset_after_fork
 from .stack import is_any_in_backward, is_inside
 from .waiting import POLL, Bell
 
+_is_grad_enabled: Final = torch.is_grad_enabled
+_set_grad_enabled: Final = torch._C._set_grad_enabled
+_len_modes: Final = torch._C._len_torch_function_stack
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -79,7 +83,7 @@ class Commits:
         self.ends: list[Callable[[], object]] = []  # what `close` calls
         self._staged = staged
         self._lock: Any = reset_after_fork(threading.RLock())
-        self._holder = 0  # the number of a thread
+        self.holder = 0  # the number of a thread
         #: Of the holder, by id, since what is left is to keep no model: forwards and backwards; state dicts.
         self._passes: set[int] = set()
         self._dicts: set[int] = set()
@@ -101,7 +105,7 @@ class Commits:
     @property
     def mine(self) -> bool:
         """Whether this thread is in a forward, a backward or a block."""
-        return self._holder == self._who()
+        return self.holder == self._who()
 
     def for_caller(self, call: Callable[[], _R]) -> Callable[[], _R]:
         """Return `call` as a commit that another thread makes for this one, which waits for it."""
@@ -123,7 +127,7 @@ class Commits:
         return self._for.get(me, me)
 
     def __enter__(self) -> None:
-        """Begin a commit in a hook, with the grad mode that there is."""
+        """Begin a commit of the root's hooks, with the grad mode that there is."""
         if handlers.state.runs or not self._lock.acquire(timeout=self._limit):
             self._take(True)  # says why not
 
@@ -137,16 +141,16 @@ class Commits:
         """
         if not self._lock._is_owned():
             handlers.wrap()  # those that were set since
-        grad = torch.is_grad_enabled()
+        grad = _is_grad_enabled()
         self._take(beside)
-        torch._C._set_grad_enabled(False)
+        _set_grad_enabled(False)
         try:
-            if torch._C._len_torch_function_stack():
+            if _len_modes():
                 with torch.device("cpu"):  # whatever torch.set_default_device says
                     return call()
             return call()
         finally:
-            torch._C._set_grad_enabled(grad)
+            _set_grad_enabled(grad)
             self._give_back()
 
     def check_handler(self) -> None:
@@ -165,7 +169,7 @@ class Commits:
             self.check_handler()
         if not self._lock.acquire(timeout=self._limit):
             raise self._in_use()
-        if beside or self._holder in (0, self._who()) or (self._staged and in_backward()):
+        if beside or self.holder in (0, self._who()) or (self._staged and in_backward()):
             return
         try:
             self._wait_for_holder(at_once)
@@ -176,7 +180,7 @@ class Commits:
     def _wait_for_holder(self, at_once: bool) -> None:
         """Wait until no other thread holds the engine, with the lock free meanwhile, of outer commits too."""
         until = time.monotonic() + self._limit
-        while self._holder:
+        while self.holder:
             if not self._goes_on():
                 self._free()
             elif time.monotonic() > until or (at_once and self._passes):
@@ -186,7 +190,7 @@ class Commits:
                 handlers.state.waits = handlers.state.waits or main  # no handler runs between these lines
                 taken = self._lock._release_save()
                 try:
-                    self._bell.wait(lambda: not self._holder, POLL)
+                    self._bell.wait(lambda: not self.holder, POLL)
                 finally:
                     self._lock._acquire_restore(taken)
                     handlers.state.waits = handlers.state.waits and not main
@@ -209,8 +213,8 @@ class Commits:
             ThreadError: another thread is in one; or it has been in a block or a call for too long.
         """
         self._take(False, at_once=True)
-        if self._holder in (0, self._who()):
-            self._holder = self._who()
+        if self.holder in (0, self._who()):
+            self.holder = self._who()
             self._passes.add(id(use))
         self._give_back()
 
@@ -223,7 +227,7 @@ class Commits:
         """
         handlers.wrap()
         self._take(False)
-        self._holder = self._holder or self._who()
+        self.holder = self.holder or self._who()
         if isinstance(use, Hold):
             self._lasting.add(weakref.ref(use))
         else:
@@ -233,7 +237,7 @@ class Commits:
     def check_thread(self) -> None:
         """Raise `ThreadError` if another thread is in a forward, a backward or a block, and this one in no
         backward on a device."""
-        if not (self._holder in (0, self._who()) or (self._staged and in_backward())):
+        if not (self.holder in (0, self._who()) or (self._staged and in_backward())):
             raise self._in_use()
 
     def leave(self, use: object) -> None:
@@ -259,14 +263,14 @@ class Commits:
 
     def _pass_on(self) -> None:
         if not (self._passes or self._dicts or self._lasts()):
-            self._holder = 0
+            self.holder = 0
             self._bell.ring()
 
     def _free(self) -> None:
         self._passes.clear()
         self._dicts.clear()
         self._lasting.clear()
-        self._holder = 0
+        self.holder = 0
 
     def _lasts(self) -> bool:
         """Whether there is still a reference to a `Hold` that was begun."""
@@ -280,11 +284,11 @@ class Commits:
         if not (self._passes or self._dicts):
             return False
         threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
-        of_python = any(thread.ident == self._holder for thread in threads)
-        return is_inside(self._holder) if of_python else is_any_in_backward()
+        of_python = any(thread.ident == self.holder for thread in threads)
+        return is_inside(self.holder) if of_python else is_any_in_backward()
 
     def _in_use(self) -> ThreadError:
-        names = [thread.name for thread in threading.enumerate() if thread.ident == self._holder]
+        names = [thread.name for thread in threading.enumerate() if thread.ident == self.holder]
         who = f"the thread {names[0]!r}" if names else "another thread"
         return ThreadError(
             "the model is in use by another thread",
@@ -301,10 +305,37 @@ def commit(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[A
 
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         commits: Commits = self.commits
-        plain = not (torch.is_grad_enabled() or torch._C._len_torch_function_stack() or handlers.state.runs)
+        plain = not (_is_grad_enabled() or _len_modes() or handlers.state.runs)
         if plain and commits._lock._is_owned():
             return method(self, *args, **kwargs)
         return commits.run(functools.partial(method, self, *args, **kwargs))
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+def hook(method: Callable[..., _R]) -> Callable[..., _R]:
+    """Make a method one that torch calls for a unit: a commit, beside the holder's, without grad mode. Its
+    first argument is whether that was on. The lock is taken here, without calls: each unit comes here."""
+
+    def call(self: Any, /, *args: Any) -> _R:
+        commits: Commits = self.commits
+        grad = _is_grad_enabled()
+        if handlers.state.runs or not commits._lock.acquire(True, commits._limit):
+            commits._take(True)  # says why not
+        _set_grad_enabled(False)
+        try:
+            if _len_modes():
+                with torch.device("cpu"):  # whatever torch.set_default_device says
+                    return method(self, grad, *args)
+            return method(self, grad, *args)
+        finally:
+            _set_grad_enabled(grad)
+            if commits._lasting:
+                commits._pass_on()
+            commits._lock.release()
+            if handlers.deferred:
+                handlers.run_deferred()
 
     functools.update_wrapper(call, method)
     return call

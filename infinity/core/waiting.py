@@ -93,7 +93,8 @@ class Latch:
     def open(self) -> None:
         """Wake all waiting threads; later waits return at once. A second call does nothing."""
         self._open = True
-        self._bell.ring()
+        if self._bell._sleepers:  # who lies down after this finds it open
+            self._bell.ring()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is open, or for `timeout` seconds; return whether it is."""

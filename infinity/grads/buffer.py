@@ -243,16 +243,18 @@ class UnitBuffer:
         begin -= self._first * run.slice_numel
         return self._runs[run.begin][begin : begin + chunk.numel]
 
-    def pieces(self, chunk: Chunk) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what has arrived of a chunk, as (first element within the chunk, values); the rest is zero.
+    def pieces(self, chunk: Chunk) -> list[tuple[int, torch.Tensor]]:
+        """Return what has arrived of a chunk, as (first element within the chunk, values); the rest is zero.
         That is the chunk as one where the buffer is flat."""
         if self._runs:
-            yield 0, self.chunk(chunk)
-            return
+            return [(0, self.chunk(chunk))]
+        found = []
         for segment in chunk.segments:
             arrival = self.arrivals.get(segment.param)
             if arrival is not None and not arrival.zero:
-                yield segment.start, self.piece(chunk, segment)
+                begin, kept = segment.offset, self._kept[segment.param]
+                found.append((segment.start, kept[begin : begin + segment.numel]))
+        return found
 
     def piece(self, chunk: Chunk, segment: Segment) -> torch.Tensor:
         """Return what has arrived of one segment: (segment.numel,)."""

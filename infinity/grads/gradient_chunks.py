@@ -6,7 +6,6 @@ works on the gradients at a time: the worker, or the user's while that has nothi
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +103,7 @@ class ChunkGradients:
         self.leaving: deque[Leaving] = deque()
         self._pool = pool
         self._updates = updates
-        self._tasks: deque[tuple[int, Task]] = deque()  # unit, and what sends it
+        self._tasks: deque[Task] = deque()  # what sends units, in that order
         self._last: dict[int, Task] = {}  # unit → what has sent it last
         self._reserved: dict[int, Slot] = {}  # chunk → the version that its update reads
         chunks = [chunk for unit in units for chunk in unit.layout.trainable_chunks]
@@ -134,21 +133,24 @@ class ChunkGradients:
 
     def send(self, buffer: UnitBuffer) -> None:
         """Start to send what has arrived of a unit, of which nothing else is on its way."""
-        arrivals, written = buffer.arrivals, []
+        arrivals, written, by_device = buffer.arrivals, [], False
         for chunk in buffer.layout.trainable_chunks:
-            here = [arrivals[s.param] for s in chunk.segments if s.param in arrivals]
-            if any(self.entries[chunk.id].dtype is not None or not arrival.zero for arrival in here):
-                written.append(chunk)  # and not zeros beside zeros
+            entry = self.entries[chunk.id]
+            for segment in chunk.segments:
+                arrival = arrivals.get(segment.param)
+                if arrival is not None and (entry.dtype is not None or not arrival.zero):
+                    written.append(chunk)  # and not zeros beside zeros
+                    by_device = by_device or entry.by_device
+                    break
         if not written:
             return
         self.keep_clear(written)
         self.device.trim()
         self.device.wait_on_device(buffer.mark())
-        by_device = any(self.entries[chunk.id].by_device for chunk in written)
         leaving = Leaving(buffer, written, self.device.mark(), by_device)
         task = self._last[buffer.layout.index] = self._stream.submit(lambda: self._take(leaving))
         self.leaving.append(leaving)  # not before: a worker that is closed would never issue it
-        self._tasks.append((buffer.layout.index, task))
+        self._tasks.append(task)
 
     def last(self, unit: ParamUnit) -> Task | None:
         """Return what has sent a unit's gradients last; its result is an event of the device."""
@@ -158,8 +160,10 @@ class ChunkGradients:
         """Keep clear of what an update still reads: put it into the back, or wait for it."""
         versions = self.store.versions
         for chunk in chunks:
-            front = versions.slot(chunk.id, "gradient")
-            if self._reserved.get(chunk.id) != front or not self._updates.has_chunk(chunk.id):
+            reserved = self._reserved.get(chunk.id)
+            if reserved is None or reserved != versions.slot(chunk.id, "gradient"):
+                continue
+            if not self._updates.has_chunk(chunk.id):
                 continue
             if self.entries[chunk.id].dtype is None and versions.has_two("gradient"):
                 versions.flip(chunk.id, "gradient")
@@ -186,9 +190,11 @@ class ChunkGradients:
     def wait(self, unit: int | None = None) -> None:
         """Wait for what sends a unit, or for all; raise what went wrong in any that is over."""
         while self._tasks:
-            task = self._tasks[0][1]
-            if unit is not None and not task.is_over and all(i != unit for i, _ in self._tasks):
-                return
+            task = self._tasks[0]
+            if unit is not None and not task.is_over:
+                last = self._last.get(unit)
+                if last is None or last.is_over:
+                    return
             wait = self.recorder.waits()
             try:
                 task.wait()
@@ -255,12 +261,13 @@ class ChunkGradients:
     def _take(self, leaving: Leaving) -> Event | None:
         """Take a buffer's chunks to their tier; return an event of what the device has to do for that."""
         begin, buffer = now(), leaving.buffer
+        opened = self.opened(leaving.chunks, leaving)
         try:
-            with contextlib.closing(self.opened(leaving.chunks, leaving)) as opened:
-                for _, io in opened:
-                    io.wait()
-                    io.merge()
+            for _, io in opened:
+                io.wait()
+                io.merge()
         finally:
+            opened.close()
             self._let_go(leaving)
         if (log := self.recorder.log) is not None:
             log.add("reduce", begin, now(), unit=buffer.layout.index, nbytes=buffer.nbytes)
@@ -271,26 +278,27 @@ class ChunkGradients:
     ) -> Generator[tuple[ChunkGradient, GradientIO]]:
         """Yield the I/O of gradients, as far ahead as there are leases. What `leaving` has for them is on its
         way then; None: nothing comes."""
-        left = iter(chunks)
+
         needed = False  # whether what arrived is still read where it is
 
-        def take(_wait: bool) -> ChunkGradient | None:
-            if (chunk := next(left, None)) is not None:
-                return self.entries[chunk.id]
+        def entries() -> Iterator[ChunkGradient]:
+            for chunk in chunks:
+                yield self.entries[chunk.id]
             if leaving is not None and not needed:
                 self._let_go(leaving)
-            return None
 
         def open_(entry: ChunkGradient, wait: bool) -> GradientIO | None:
             io = GradientIO(self, entry, leaving)
-            return io if io.lease(self._pool, wait=wait) else None
+            if (io.crosses or entry.tier is Tier.NVME) and not io.lease(self._pool, wait=wait):
+                return None
+            return io
 
         def read(_entry: ChunkGradient, io: GradientIO) -> None:
             nonlocal needed
             io.read()
-            needed = needed or not io.has_left
+            needed = needed or io.source is not None
 
-        return pipeline(take, open_, read, closing=self._writing, keep=True)
+        return pipeline(entries(), open_, read, closing=self._writing, keep=True)
 
     def _let_go(self, leaving: Leaving) -> None:
         """Nothing needs the buffer any more but what the device has been given: copies, and work on chunks
@@ -319,16 +327,20 @@ class ChunkGradients:
 
 class GradientIO:
     """One chunk's gradient where the CPU (or the device) can work on it: `lease`, `read`, `wait`, then work
-    and `store`, then `close`."""
+    and `store`, then `close`.
+
+    Attributes:
+        source: the buffer, as long as what arrived has not left it, and is in no copy that was issued.
+        crosses: whether what arrives is copied from the device.
+    """
 
     def __init__(self, owner: ChunkGradients, entry: ChunkGradient, leaving: Leaving | None) -> None:
         self._owner, self._entry, self._chunk, self._leaving = owner, entry, entry.chunk, leaving
         # Where it is: the slots flip when the next one comes.
         self._slot = owner.store.versions.slot(entry.chunk.id, "gradient")
-        self._source = leaving.buffer if leaving is not None else None
-        #: Whether what arrives is copied from the device.
+        self.source = leaving.buffer if leaving is not None else None
         on_cpu = not entry.by_device
-        self._crosses = owner.device.staged and on_cpu and leaving is not None and leaving.brings(self._chunk)
+        self.crosses = owner.device.staged and on_cpu and leaving is not None and leaving.brings(self._chunk)
         self._leases: list[Lease] = []
         self._crossed: torch.Tensor | None = None  # what arrived, in the second lease
         self._transfer: Transfer | Reads | None = None
@@ -339,7 +351,7 @@ class GradientIO:
         the device, unless that is the gradient as it is kept. Return whether all of them are there, or none
         is taken; `wait`: until they are."""
         count = int(self._entry.tier is Tier.NVME)
-        if self._crosses and self._leaving is not None:
+        if self.crosses and self._leaving is not None:
             here, kept = self._leaving.buffer.chunk(self._chunk), self._leaving.buffer.kept(self._chunk)
             count += self._entry.dtype is not None or here.dtype is not kept
         call, nbytes = pool.lease if wait else pool.try_lease, self._entry.plan.gradient_lease
@@ -360,21 +372,16 @@ class GradientIO:
             return
         if entry.by_device:
             owner.device.wait_on_device(leaving.after)
-        elif self._crosses:
+        elif self.crosses:
             # As it is: to its place, or where that holds something already, or is to hold it rounded, into a
             # lease.
-            source, self._source = leaving.buffer.chunk(chunk), None
+            source, self.source = leaving.buffer.chunk(chunk), None
             if len(self._leases) == (entry.tier is Tier.NVME):
                 target = self.buffer(source.dtype)
             else:
                 target = self._crossed = self._leases[-1].tensor(source.dtype, 0, chunk.numel)
             after = leaving.after if leaving.copied is None else None  # what follows comes after it, too
             self._copied = leaving.copied = owner.device.d2h(target, source, after, chunk=chunk.id)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether what arrived has left the buffer, or is in a copy that has been issued."""
-        return self._source is None
 
     def wait(self) -> None:
         """Block until what was started is complete."""
@@ -386,16 +393,17 @@ class GradientIO:
                 self._copied.wait()  # it writes into one of the leases
         self._transfer = self._copied = None
 
-    def done(self) -> bool:
-        """Return whether `close` would not wait."""
-        return self._transfer is None or self._transfer.done
-
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> bool:
         """Give the leases back when its write is complete."""
+        if not wait and self._transfer is not None and not self._transfer.done:
+            return False
         try:
-            self.wait()
+            if self._transfer is not None or self._copied is not None:
+                self.wait()
         finally:
-            self._release()
+            if self._leases:
+                self._release()
+        return True
 
     def _release(self, left: int = 0) -> None:
         while len(self._leases) > left:
@@ -403,9 +411,12 @@ class GradientIO:
 
     def buffer(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the chunk's gradient as elements of `dtype`."""
+        chunk = self._chunk
+        if self._entry.tier is Tier.HOST:
+            return self._owner.store.view(chunk.id, "gradient", dtype, numel=chunk.numel, version=self._slot)
         if self._entry.tier is Tier.NVME:
-            return self._leases[0].tensor(dtype, 0, self._chunk.numel)
-        return self._owner.view(self._chunk, dtype, self._slot)
+            return self._leases[0].tensor(dtype, 0, chunk.numel)
+        return self._owner.view(chunk, dtype, self._slot)
 
     def merge(self) -> None:
         """Put what arrived in its place, after `wait`, and compute the squares."""
@@ -450,10 +461,10 @@ class GradientIO:
         """Put the gradients that arrived into `target`, the whole chunk, with zeros elsewhere."""
         if self._crossed is not None:
             self._put(target, self._crossed)
-        if self._source is None:
+        if self.source is None:
             return
         end = 0
-        for begin, source in self._source.pieces(self._chunk):
+        for begin, source in self.source.pieces(self._chunk):
             if begin > end:
                 target[end:begin].zero_()
             end = begin + source.numel()
@@ -463,8 +474,8 @@ class GradientIO:
 
     def _arrived(self, segment: Segment) -> torch.Tensor:
         """Return what arrived for a segment, where something was there already."""
-        if self._source is not None:
-            return self._source.piece(self._chunk, segment)
+        if self.source is not None:
+            return self.source.piece(self._chunk, segment)
         assert self._crossed is not None
         return self._crossed[segment.start : segment.start + segment.numel]
 
@@ -476,7 +487,7 @@ class GradientIO:
         begin = now()
         cpu_adam.convert(part, source)
         log = self._owner.recorder.log
-        if log is not None and not self._crosses:  # this is what d2h is where nothing crosses
+        if log is not None and not self.crosses:  # this is what d2h is where nothing crosses
             log.add("d2h", begin, now(), chunk=self._chunk.id, nbytes=source.nbytes)
 
     def _add(self, part: torch.Tensor, source: torch.Tensor) -> None:
@@ -497,6 +508,5 @@ class GradientIO:
             self._transfer = owner.store.write(
                 chunk.id, "gradient", self._leases[0], nbytes=nbytes, version=self._slot
             )
-            self._release(1)
-        else:
-            self._release()
+        if self._leases:
+            self._release(int(entry.tier is Tier.NVME))

@@ -353,7 +353,9 @@ def accumulate(target: torch.Tensor, source: torch.Tensor) -> None:
     Raises:
         ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
     """
-    _check_pair(target, source, _MASTERS[:1])
+    numel = target.numel()
+    if not _fit(((target, _MASTERS[:1], numel), (source, _CODES, numel))):
+        _check_pair(target, source, _MASTERS[:1])
     _native.accumulate(target.data_ptr(), source.data_ptr(), _CODES[source.dtype], target.numel())
 
 
@@ -368,7 +370,9 @@ def convert(target: torch.Tensor, source: torch.Tensor) -> None:
     Raises:
         ParameterError: a wrong device, dtype, length or layout, or tensors that overlap.
     """
-    _check_pair(target, source, tuple(_CODES))
+    numel = target.numel()
+    if not _fit(((target, _CODES, numel), (source, _CODES, numel))):
+        _check_pair(target, source, tuple(_CODES))
     if target.dtype is source.dtype:
         _native.copy_bytes(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
@@ -425,11 +429,9 @@ def _fit(checks: Iterable[_Check]) -> bool:
 
 
 def _check_pair(target: torch.Tensor, source: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    numel = target.numel()
-    if not _fit(((target, dtypes, numel), (source, _CODES, numel))):
-        _check("target", target, dtypes, cpu=True)
-        _check("source", source, tuple(_CODES), numel=numel, cpu=True)
-        _check_disjoint((("target", target), ("source", source)))
+    _check("target", target, dtypes, cpu=True)
+    _check("source", source, tuple(_CODES), numel=target.numel(), cpu=True)
+    _check_disjoint((("target", target), ("source", source)))
 
 
 def _state(

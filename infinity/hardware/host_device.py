@@ -82,6 +82,7 @@ class HostDevice:
     def __init__(self, torch_device: torch.device, recorder: Recorder | None = None) -> None:
         self.torch_device = torch_device
         self._trim_above = 2 * MiB  # what the C heap may keep for reuse
+        self._trim_after = 0  # when to look at it next
         self.pages = Pages()
         self._spare = Spare()
         self._recorder = recorder or Recorder()
@@ -157,9 +158,14 @@ class HostDevice:
 
     def trim(self) -> None:
         """Give back what the C heap holds in free blocks, if that is more than it may keep
-        (malloc_trim(3)): gradients and activations come and go in blocks that leave it in pieces."""
-        if _mallinfo is not None and _mallinfo().fordblks > self._trim_above:
+        (malloc_trim(3)): gradients and activations come and go in blocks that leave it in pieces. Both calls
+        walk all free blocks, so they are made for a twentieth of the time at most."""
+        begin = now()
+        if _mallinfo is None or begin < self._trim_after:
+            return
+        if _mallinfo().fordblks > self._trim_above:
             _libc.malloc_trim(0)
+        self._trim_after = begin + 20 * (now() - begin)
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin memory for the device (nothing to do)."""

@@ -2,12 +2,12 @@
 
 A `ChunkIO` brings the parts of a chunk that are on NVMe into one lease (all that it needs or nothing), and
 the parts on a GPU that the CPU works on. It gives access to the other parts in place, and writes changes
-back.
+back. What is the same in each update of a chunk is in its `Place`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -22,13 +22,50 @@ from infinity.planning.matrices import rounds_of
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts, Moment
 from infinity.storage.pinned import Lease, PinnedPool
-from infinity.storage.store import Reads, Slot, Store, Transfer, Version
+from infinity.storage.store import FIRST, Reads, Slot, Store, Transfer, Version
 
 from .pieces import put_together
 
 
+class Place:
+    """Where the parts of one chunk are, and what the optimizer keeps of it.
+
+    Attributes:
+        lease_nbytes: bytes of pool that its I/O takes.
+        on_device: the device updates it, and not the CPU: its state is on a device of its own.
+        has_two: there are two versions of its compute parameters.
+        copy_is_master, begins_with_copy: see `ChunkParts`.
+        kinds: the names of its moments.
+        rounds: its moments are rounded at random.
+        leased: where a part begins in the lease, if it is worked on there.
+    """
+
+    __slots__ = (
+        *("begins_with_copy", "copy_is_master", "copy_tier", "gradient_tier", "has_two", "is_split", "kinds"),
+        *("kept", "lease_nbytes", "leased", "on_device", "plan", "rounds", "state_tier", "unit"),
+    )
+
+    def __init__(self, chunk: Chunk, plan: ChunkParts, unit: ParamUnit, device: Device) -> None:
+        self.plan, self.unit = plan, unit
+        self.lease_nbytes = ceil_to(plan.update_lease, 4096)
+        self.copy_tier, self.state_tier = plan.copy_tier, plan.state_tier
+        self.gradient_tier = plan.gradient_tier
+        self.on_device = plan.state_tier is Tier.DEVICE and device.staged
+        self.has_two = len(plan.copy.tiers) > 1
+        self.copy_is_master, self.is_split = plan.copy_is_master, plan.is_split
+        self.begins_with_copy = plan.begins_with_copy
+        self.kinds = tuple(moment.name for moment in plan.moments)
+        self.rounds = any(moment.dtype is not torch.float32 for moment in plan.moments)
+        parts = plan.parts.items()
+        self.leased = {name: part.lease_offset for name, part in parts if part.lease_offset is not None}
+        #: Dtype and number of the values of each section of the state.
+        self.kept = [(moment.dtype, moment.count(chunk.numel)) for moment in plan.moments]
+        if not plan.copy_is_master:
+            self.kept.insert(0, (torch.int16 if plan.is_split else torch.float32, chunk.numel))
+
+
 class Tiers:
-    """Where the parts of chunks are: the store, and tensors for what is placed on the device."""
+    """Where the parts of chunks are: the store, and the units for what is placed on the device."""
 
     def __init__(
         self,
@@ -50,7 +87,14 @@ class Tiers:
         self.pool = pool
         self.device = device
         self.gradients = gradients
-        self.sections: dict[int, tuple[torch.Tensor, ...]] = {}  # of states that are worked on where they lie
+        chunks = {chunk.id: chunk for unit in units for chunk in unit.layout.chunks}
+        self.places = [
+            Place(chunks[number], plan, units[chunks[number].unit], device)
+            for number, plan in enumerate(plans)
+        ]
+        self.uses_leases = any(place.lease_nbytes for place in self.places)
+        #: The sections of states where they lie, by chunk; and in leases, where nearly all chunks are alike.
+        self.sections: dict[int | tuple[int, int], tuple[torch.Tensor, ...]] = {}
         #: Of split masters, the last copies of upper halves to the device.
         self.copied: dict[int, Event] = {}
         for index, plan in enumerate(plans):
@@ -63,10 +107,6 @@ class Tiers:
         self.copied.clear()
         self.sections.clear()
 
-    def lease_nbytes(self, chunk: Chunk) -> int:
-        """Return the bytes of pool that the I/O of `chunk` takes."""
-        return self.plans[chunk.id].update_lease
-
 
 class ChunkIO:
     """One chunk at work: `read`, then `wait`, then work on the tensors, then `write`, then `close`.
@@ -74,46 +114,52 @@ class ChunkIO:
     The master is fp32, `copy` has the chunk's compute dtype, the moments and `grad` the dtype in which they
     are kept; all flat, of `chunk.numel`, but the scales of moments in 8 bits. `copy` has the values that
     count, and may be changed in part; an update puts all of a new one into what `make_copy` returns.
+
+    Attributes:
+        version: of the copy, which is read and written.
     """
 
     def __init__(self, tiers: Tiers, chunk: Chunk) -> None:
         self.chunk = chunk
+        self.place = place = tiers.places[chunk.id]
+        self.on_device = place.on_device
         self.lease: Lease | None = None  # until `close`
+        self.version: Version | Slot = Version.NEWEST if place.has_two else FIRST
+        self.copied: Event | None = None  # when what was made for the device is there
         self._tiers = tiers
-        self._plan = tiers.plans[chunk.id]
         self._transfers: list[Transfer | Reads] = []
         self._arriving: list[Event] = []
-        self._event: Event | None = None  # of the copy to the device
         self._begun = False
-        #: The version of the copy that is read and written.
-        self.version = Version.NEWEST
         self._made: torch.Tensor | None = None  # a copy in the lease, for the device
         self._joined: torch.Tensor | None = None  # a split master, whole
         self._priority = Priority.NORMAL
         self._gradient: Slot | Version = Version.FRONT
-
-    def read_state(self, *, early: bool = False, state: bool = True, copy: bool = False) -> None:
-        """Start reading the state from NVMe, once. The copy is read where it is the master, or a half of it,
-        or when asked for. `early`: nobody waits for it yet."""
-        priority = Priority.BACKGROUND if early else self._priority
-        plan, store, lease = self._plan, self._tiers.store, self.lease
-        if self._begun or lease is None:
-            return
-        self._begun = True
-        names = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
-        if plan.copy_tier is Tier.NVME and (copy or plan.begins_with_copy):
-            names["copy"] = Version.NEWEST if self._delayed else self.version
-        for name, version in names.items():
-            offset = self._offset(name)
-            self._transfers.append(
-                store.read(self.chunk.id, name, lease, offset, version=version, priority=priority)
-            )
 
     def delay(self) -> None:
         """Make `copy` and `write` use the back, which is not in use: [Note: two versions]. It must not be
         newer than the front."""
         self.version = Version.BACK
         self._priority = Priority.BACKGROUND  # forward and backward wait for their reads, not for these
+
+    def read_state(self, *, early: bool = False, state: bool = True, copy: bool = False) -> None:
+        """Start reading the state from NVMe, once. The copy is read where it is the master, or a half of it,
+        or when asked for. `early`: nobody waits for it yet."""
+        place = self.place
+        if self._begun or self.lease is None:
+            return
+        self._begun = True
+        priority = Priority.BACKGROUND if early else self._priority
+        if state and place.state_tier is Tier.NVME:
+            self._read("state", Version.FRONT, priority)
+        if place.copy_tier is Tier.NVME and (copy or place.begins_with_copy):
+            self._read("copy", Version.NEWEST if self.version is Version.BACK else self.version, priority)
+
+    def _read(self, part: str, version: Slot | Version, priority: Priority) -> None:
+        assert self.lease is not None
+        store, begin = self._tiers.store, self.place.leased[part]
+        self._transfers.append(
+            store.read(self.chunk.id, part, self.lease, begin, version=version, priority=priority)
+        )
 
     def read(
         self,
@@ -127,79 +173,74 @@ class ChunkIO:
         """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `version`
         says which. `changes`: an update is going to change the master, and begins with a half of it that is
         on a device of its own."""
-        self.read_state(state=state, copy=copy)
         self._gradient = version
-        lease = self.lease
-        if changes and self._plan.is_split and self._plan.copy_tier is Tier.DEVICE and lease is not None:
-            self._made = self._leased("copy", self.chunk.dtype, self.chunk.numel)
+        if self.lease is None:
+            return
+        self.read_state(state=state, copy=copy)
+        place, device, number = self.place, self._tiers.device, self.chunk.id
+        if changes and place.is_split and place.copy_tier is Tier.DEVICE:
+            self._made = self._leased("copy", self.chunk.dtype)
             if self._made is not None:
-                device, number = self._tiers.device, self.chunk.id
                 events = device.mark(), self._tiers.copied.get(number)
                 self._arriving.append(device.d2h(self._made, self._device_copy, *events, chunk=number))
-        if gradient is None or lease is None or self._plan.parts["gradient"].lease_offset is None:
+        if gradient is None or "gradient" not in place.leased:
             return
-        if self._plan.gradient_tier is Tier.NVME:
-            store, offset = self._tiers.store, self._offset("gradient")
-            self._transfers.append(
-                store.read(self.chunk.id, "gradient", lease, offset, version=version, priority=self._priority)
-            )
+        if place.gradient_tier is Tier.NVME:
+            self._read("gradient", version, self._priority)
         else:
-            device, source = self._tiers.device, self._gradient_here(gradient)
-            target = lease.tensor(gradient, self._offset("gradient"), self.chunk.numel)
+            target = self.grad(gradient)
+            source = self._tiers.gradients.chunks.view(self.chunk, gradient, version)
             # It stays where it is: nothing else gets its memory.
-            self._arriving.append(device.d2h(target, source, device.mark(), chunk=self.chunk.id))
+            self._arriving.append(device.d2h(target, source, device.mark(), chunk=number))
 
     def wait(self) -> None:
         """Block until what was read is here, checked."""
         while self._arriving:
             self._arriving[0].wait()
             self._arriving.pop(0)
-        transfers, self._transfers = self._transfers, []
-        for transfer in transfers:
-            transfer.wait()
+        if self._transfers:
+            transfers, self._transfers = self._transfers, []
+            for transfer in transfers:
+                transfer.wait()
 
     def wait_unread(self) -> None:
         """Block until no copy to the device reads the copy where it lies: it is about to change."""
-        if self._delayed:
+        if self.version is Version.BACK:
             self._tiers.publisher.wait_published(self.chunk.id)
-        if self._tiers.store.tier(self.chunk.id, "copy", self.version) is Tier.HOST:
-            self._tiers.units[self.chunk.unit].wait_read()
+        place = self.place
+        if place.copy_tier is Tier.HOST or (place.has_two and self._copy_tier() is Tier.HOST):
+            place.unit.wait_read()
 
     def copy_master(self) -> None:
         """Give a back in host memory the values that its update begins with, where it is the master."""
-        plan, chunk, store = self._plan, self.chunk, self._tiers.store
-        if self._delayed and plan.copy_is_master and plan.copy_tier is Tier.HOST:
+        place, chunk, store = self.place, self.chunk, self._tiers.store
+        if self.version is Version.BACK and place.copy_is_master and place.copy_tier is Tier.HOST:
             here, there = self.copy, store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel)
             cpu_adam.copy_bytes(here.data_ptr(), there.data_ptr(), here.nbytes)
 
-    def _offset(self, part: str) -> int:
-        """Return where a part that is worked on in the lease begins in it."""
-        offset = self._plan.parts[part].lease_offset
-        assert offset is not None
-        return offset
-
-    def _leased(self, part: str, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
+    def _leased(self, part: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a part in the lease; None: it is worked on where it lies."""
-        if self.lease is None or self._plan.parts[part].lease_offset is None:
+        begin = self.place.leased.get(part)
+        if self.lease is None or begin is None:
             return None
-        return self.lease.tensor(dtype, self._offset(part), numel)
+        return self.lease.tensor(dtype, begin, self.chunk.numel)
 
-    @property
-    def _delayed(self) -> bool:
-        return self.version is Version.BACK
+    def _copy_tier(self) -> Tier:
+        """Where the version is that `copy` and `write` mean."""
+        return self._tiers.store.tier(self.chunk.id, "copy", self.version)
 
     @property
     def copy(self) -> torch.Tensor:
         """The copy in the compute dtype: its values, after they were read if it is on NVMe."""
-        chunk, store = self.chunk, self._tiers.store
-        tier = store.tier(chunk.id, "copy", self.version)
+        chunk, tier = self.chunk, self._copy_tier() if self.place.has_two else self.place.copy_tier
         if tier is Tier.HOST:
+            store = self._tiers.store
             return store.view(chunk.id, "copy", chunk.dtype, numel=chunk.numel, version=self.version)
         if tier is Tier.DEVICE:
             return self._device_copy
-        if self._plan.place is not None and self.lease is not None:
-            return put_together(chunk, self._plan.place, self.lease)
-        leased = self._leased("copy", chunk.dtype, chunk.numel)
+        if self.place.plan.place is not None and self.lease is not None:
+            return put_together(chunk, self.place.plan.place, self.lease)
+        leased = self._leased("copy", chunk.dtype)
         assert leased is not None
         return leased
 
@@ -207,64 +248,50 @@ class ChunkIO:
         """Return where an update makes a copy, all of it. For a device with memory of its own that is the
         lease, which has no values from before but for those of a split master, and from which `write` takes
         the whole to the device."""
-        if self._plan.copy_tier is Tier.DEVICE and not self._delayed and self._made is None:
-            self._made = self._leased("copy", self.chunk.dtype, self.chunk.numel)
+        if self._made is None and self.place.copy_tier is Tier.DEVICE and self.version is not Version.BACK:
+            self._made = self._leased("copy", self.chunk.dtype)
         return self.copy if self._made is None else self._made
 
     @property
     def _device_copy(self) -> torch.Tensor:
-        return self._tiers.units[self.chunk.unit].chunk_view(self.chunk)
+        return self.place.unit.chunk_view(self.chunk)
 
-    def _sections(self) -> tuple[torch.Tensor, ...]:
-        plan, chunk, tiers = self._plan, self.chunk, self._tiers
-        flat = self._leased("state", torch.uint8, plan.parts["state"].nbytes)
-        if flat is not None:
-            return self._cut(flat)
-        if chunk.id not in tiers.sections:
-            flat = tiers.store.view(chunk.id, "state")
+    def sections(self) -> tuple[torch.Tensor, ...]:
+        """Return the sections of the state, without what they are padded with: the master, or its lower
+        halves, unless the copy is the master; then the moments."""
+        place, known, lease = self.place, self._tiers.sections, self.lease
+        begin = place.leased.get("state")
+        key: int | tuple[int, int] = self.chunk.id
+        if lease is not None and begin is not None:
+            key = id(place.plan), lease.address
+        if (sections := known.get(key)) is None:
+            part = place.plan.parts["state"]
             with torch.inference_mode(False):
-                tiers.sections[chunk.id] = self._cut(flat)
-        return tiers.sections[chunk.id]
-
-    def _cut(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the sections of a state, without what they are padded with."""
-        numel = self.chunk.numel
-        kept = [(moment.dtype, moment.count(numel)) for moment in self._plan.moments]
-        if not self._plan.copy_is_master:
-            kept.insert(0, (torch.int16 if self._plan.is_split else torch.float32, numel))
-        sections = state.split(self._plan.parts["state"].sections)
-        return tuple(s.view(dtype)[:count] for s, (dtype, count) in zip(sections, kept, strict=True))
-
-    @property
-    def copy_is_master(self) -> bool:
-        """See [Note: the copy is the master]."""
-        return self._plan.copy_is_master
-
-    @property
-    def begins_with_copy(self) -> bool:
-        """See `ChunkParts.begins_with_copy`."""
-        return self._plan.begins_with_copy
+                if lease is not None and begin is not None:
+                    state = lease.tensor(torch.uint8, begin, part.nbytes)
+                else:
+                    state = self._tiers.store.view(self.chunk.id, "state")
+                cut = zip(state.split(part.sections), place.kept, strict=True)
+                sections = known[key] = tuple(s.view(dtype)[:count] for s, (dtype, count) in cut)
+        return sections
 
     @property
     def low(self) -> torch.Tensor | None:
         """The lower halves of a split master, in int16; None: it is whole."""
-        return self._sections()[0] if self._plan.is_split else None
+        return self.sections()[0] if self.place.is_split else None
 
     @property
     def master(self) -> torch.Tensor:
         """The fp32 weights. Those of a split master are put together, after its halves were read; `write`
         takes them apart again."""
-        if self.low is None:
-            return self.read_master()
+        if not self.place.is_split:
+            return self.copy if self.place.copy_is_master else self.sections()[0]
         if self._joined is None:
-            self._joined = self.read_master()
+            low = self.sections()[0]
+            self._joined = halves.join(
+                self.copy.to(low.device), low, torch.empty(low.numel(), device=low.device)
+            )
         return self._joined
-
-    def read_master(self) -> torch.Tensor:
-        """Return the fp32 weights, to be read: `write` does not take them apart."""
-        if (low := self.low) is None:
-            return self.copy if self._plan.copy_is_master else self._sections()[0]
-        return halves.join(self.copy.to(low.device), low, torch.empty(low.numel(), device=low.device))
 
     def _take_apart(self) -> None:
         """Make a split master what `master` is by now."""
@@ -275,97 +302,70 @@ class ChunkIO:
             (self.copy if self._made is None else self._made).copy_(upper)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The names of `moments`."""
-        return tuple(moment.name for moment in self._plan.moments)
-
-    @property
     def moments(self) -> tuple[torch.Tensor, ...]:
         """The moments, in the order in which an optimizer has them; scales come behind all codes."""
-        return self._sections() if self._plan.copy_is_master else self._sections()[1:]
-
-    @property
-    def copy_lease(self) -> tuple[Lease, int] | None:
-        """The lease and the byte offset of a copy that goes to NVMe; None: it is elsewhere."""
-        if self._plan.copy_tier is Tier.NVME and self.lease is not None:
-            return self.lease, self._offset("copy")
-        return None
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the device updates the chunk, and not the CPU: its state is on a device of its own."""
-        return self._plan.state_tier is Tier.DEVICE and self._tiers.device.staged
+        return self.sections()[not self.place.copy_is_master :]
 
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
-        kind = dtype or self.chunk.dtype
-        grad = self._leased("gradient", kind, self.chunk.numel)
-        if grad is None:
-            grad = self._gradient_here(kind)
+        chunk, version = self.chunk, self._gradient
+        kind = dtype or chunk.dtype
+        grad = self._leased("gradient", kind) if self.lease is not None else None
+        if grad is None and self.place.gradient_tier is Tier.HOST:
+            grad = self._tiers.store.view(chunk.id, "gradient", kind, numel=chunk.numel, version=version)
+        elif grad is None:
+            grad = self._tiers.gradients.chunks.view(chunk, kind, version)
         return grad if dtype is not None else grad.zero_()
 
-    def _gradient_here(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._tiers.gradients.chunks.view(self.chunk, dtype, self._gradient)
-
-    def made(self, version: Version, generation: int) -> None:
-        """Record that a version of the compute parameters was written, in place of an update."""
+    def made(self, version: Version | Slot, generation: int) -> None:
+        """Record that a version of the compute parameters was written; there are two."""
         self._tiers.store.versions.made(self.chunk.id, "copy", version, generation)
 
     def write(self, *, state: bool, copy: bool, after: Event | None = None) -> None:
         """Start sending back what was not changed where it lies; `close` waits for it. `after`: what a copy
         to the device comes after; None: what the current stream has been given."""
-        plan, store, lease = self._plan, self._tiers.store, self.lease
-        self._take_apart()
-        if lease is not None:
-            parts = {"state": Version.FRONT} if state and plan.state_tier is Tier.NVME else {}
-            if copy and plan.copy_tier is Tier.NVME:
-                parts["copy"] = self.version
-            for name, version in parts.items():
-                offset = self._offset(name)
-                self._transfers.append(
-                    store.write(self.chunk.id, name, lease, offset, version=version, priority=self._priority)
-                )
-            if copy and self._made is not None:
-                device, target = self._tiers.device, self._device_copy
-                after = after or device.mark()
-                self._event = device.h2d(target, self._made, after, chunk=self.chunk.id)
-                if plan.is_split:
-                    self._tiers.copied[self.chunk.id] = self._event
+        if self._joined is not None:
+            self._take_apart()
+        if self.lease is None:
+            return
+        place, number = self.place, self.chunk.id
+        if state and place.state_tier is Tier.NVME:
+            self._write("state", Version.FRONT)
+        if copy and place.copy_tier is Tier.NVME:
+            self._write("copy", self.version)
+        if copy and self._made is not None:
+            device, target = self._tiers.device, self._device_copy
+            after = after or device.mark()
+            self.copied = device.h2d(target, self._made, after, chunk=number)
+            if place.is_split:
+                self._tiers.copied[number] = self.copied
 
-    @property
-    def copied(self) -> Event | None:
-        """When what the update made for the device is there; None: all of it went elsewhere."""
-        return self._event
+    def _write(self, part: str, version: Version | Slot) -> None:
+        assert self.lease is not None
+        store, begin = self._tiers.store, self.place.leased[part]
+        self._transfers.append(
+            store.write(self.chunk.id, part, self.lease, begin, version=version, priority=self._priority)
+        )
 
-    def done(self) -> bool:
-        """Return whether `close` would not wait."""
-        return all(t.done for t in self._transfers)
-
-    def close(self) -> None:
-        """Wait for what was sent to NVMe, and give the lease back, which is lent again when its copy to the
+    def close(self, *, wait: bool = True) -> bool:
+        """Give the lease back when what was sent to NVMe is there; it is lent again when its copy to the
         device is done."""
+        if not wait and self._transfers and not all(t.done for t in self._transfers):
+            return False
         try:
-            self.wait()
+            if self._transfers or self._arriving:
+                self.wait()
         finally:
             if self.lease is not None:
-                self.lease.release(self._event)
+                self.lease.release(self.copied)
                 self.lease = None
+        return True
 
 
-def try_open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO | None:
-    """Return the I/O of a chunk with its lease, if it needs none or one is free."""
-    return _open(tiers, chunk, lambda nbytes: tiers.pool.try_lease(quota, nbytes))
-
-
-def open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update") -> ChunkIO:
-    """Return the I/O of a chunk with its lease; blocks until one is free."""
-    io = _open(tiers, chunk, lambda nbytes: tiers.pool.lease(quota, nbytes))
-    assert io is not None
-    return io
-
-
-def _open(tiers: Tiers, chunk: Chunk, take: Callable[[int], Lease | None]) -> ChunkIO | None:
+def open_chunk(tiers: Tiers, chunk: Chunk, quota: str = "update", *, wait: bool) -> ChunkIO | None:
+    """Return the I/O of a chunk with its lease, if it needs one; None: none is free. `wait`: until one is."""
     io = ChunkIO(tiers, chunk)  # first: where there is no memory for it, nobody would have the lease
-    if nbytes := ceil_to(tiers.lease_nbytes(chunk), 4096):
-        io.lease = take(nbytes)
-    return None if nbytes and io.lease is None else io
+    if not (nbytes := io.place.lease_nbytes):
+        return io
+    io.lease = (tiers.pool.lease if wait else tiers.pool.try_lease)(quota, nbytes)
+    return io if io.lease is not None else None

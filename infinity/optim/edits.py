@@ -44,6 +44,7 @@ class Block(Use):
 
     def __init__(self, hold: Hold, named: dict[int, set[int]], source: int) -> None:
         super().__init__(UseKind.BLOCK)
+        self.writes: set[int] = set()
         self._hold = weakref.ref(hold)
         self.named = named
         self.source = source

@@ -39,14 +39,14 @@ class Visited:
         if copy and self._back is not None:
             self.io.made(Version.BACK, self._back)
 
-    def done(self) -> bool:
-        """Return whether `close` would not wait."""
-        return not (self._under_way or self._state or self._copy) and self.io.done()
-
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> bool:
         """Let go of the chunk when all of that is over."""
+        if not wait and (self._under_way or self._state or self._copy):
+            return False
         try:
             self.send()
-        finally:
+        except BaseException:
             self._under_way.drop()
             self.io.close()
+            raise
+        return self.io.close(wait=wait)

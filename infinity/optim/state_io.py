@@ -26,7 +26,7 @@ from infinity.storage.pipeline import pipeline
 from infinity.storage.store import Version
 from infinity.storage.under_way import UnderWay
 
-from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
+from .chunk_io import ChunkIO, Tiers, open_chunk
 from .leaving import Visited
 from .pieces import drop_low, follow_copy, part_of, read_moment, slice_of, write_moment
 from .update import Updater
@@ -259,12 +259,11 @@ class States:
         version: Version,
         under_way: UnderWay,
     ) -> _Segments:
-        left, leaving = iter(chunks), deque[Visited]()
+        leaving = deque[Visited]()
         number = self._updater.next_number() if written and version is Version.BACK else None
 
         def open_(chunk: Chunk, wait: bool) -> Visited | None:
-            call = open_chunk if wait else try_open_chunk
-            io = call(self._tiers, chunk, "update" if chunk.trainable else "load")
+            io = open_chunk(self._tiers, chunk, "update" if chunk.trainable else "load", wait=wait)
             return None if io is None else Visited(io, under_way)
 
         def begins(chunk: Chunk) -> bool:
@@ -275,10 +274,7 @@ class States:
             if not begins(chunk):
                 visited.io.read(state={*kinds} != {"copy"}, copy="copy" in kinds)
 
-        def take(_wait: bool) -> Chunk | None:
-            return next(left, None)
-
-        for chunk, visited in pipeline(take, open_, read, closing=leaving, most=_MOST):
+        for chunk, visited in pipeline(iter(chunks), open_, read, closing=leaving, most=_MOST):
             io = visited.io
             if written:
                 io.wait_unread()
@@ -302,9 +298,9 @@ class States:
         if io.chunk.trainable and {*kinds} != {"copy"}:
             if "low" in kinds and io.low is not None:
                 tensors["low"] = io.low
-            elif "master" in kinds and not (io.copy_is_master and "copy" in kinds):
+            elif "master" in kinds and not (io.place.copy_is_master and "copy" in kinds):
                 tensors["master"] = io.master
-            tensors.update((k, t) for k, t in zip(io.kinds, io.moments, strict=True) if k in kinds)
+            tensors.update((k, t) for k, t in zip(io.place.kinds, io.moments, strict=True) if k in kinds)
         return tensors
 
     @commit

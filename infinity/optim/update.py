@@ -37,7 +37,7 @@ from infinity.planning.parts import update_nbytes
 from infinity.storage.pipeline import abandon, pipeline
 from infinity.storage.store import Slot, Version
 
-from .chunk_io import ChunkIO, Tiers, open_chunk, try_open_chunk
+from .chunk_io import ChunkIO, Place, Tiers, open_chunk
 from .matrices import Matrices, Matrix, Round, Visit, visits_of
 from .rules import Options
 
@@ -147,7 +147,9 @@ class Feed:
                     return ()
                 device.wait_on_device(landed.result())
             device.wait_on_device(after)
-            work = [update._replace(after=after) for update in make()]
+            work = make()
+            if after is not None:
+                work = [update._replace(after=after) for update in work]
             self._batches.popleft()
             for update in work:
                 self.expected.pop(update.chunk.id, None)
@@ -257,10 +259,9 @@ class Updater:
         if self._ahead:
             return
         for chunk in chunks:
-            nbytes = self._tiers.lease_nbytes(chunk)
-            if not nbytes or chunk.id in self._unwritten:
+            if not self._tiers.places[chunk.id].lease_nbytes or chunk.id in self._unwritten:
                 return
-            io = try_open_chunk(self._tiers, chunk)
+            io = open_chunk(self._tiers, chunk, wait=False)
             if io is None:
                 return
             self._ahead.append(io)
@@ -340,22 +341,22 @@ class Updater:
             chunk = update.chunk
             if chunk.id in self._reading:
                 return None  # its first visit changes what the second one reads
-            if len(self._reading) > 2 and not tiers.lease_nbytes(chunk):
-                return None  # nothing is read ahead of what is at hand already
-            io = early.pop(chunk.id, None) or try_open_chunk(tiers, chunk)
-            while io is None and wait and early:
-                early.popitem()[1].close()  # read ahead in another order: its leases are all there are
-                io = try_open_chunk(tiers, chunk)
-            return open_chunk(tiers, chunk) if io is None and wait else io
+            io = early.pop(chunk.id, None) or open_chunk(tiers, chunk, wait=wait and not early)
+            while io is None and wait:  # read ahead in another order: its leases are all there are
+                early.popitem()[1].close()
+                io = open_chunk(tiers, chunk, wait=not early)
+            return io
 
         def read(update: ChunkUpdate, io: ChunkIO) -> None:
             self._reading.add(update.chunk.id)
             if drift is not None:
                 io.delay()
-            dtype = update.grad_dtype if update.visit is None or update.visit.is_first else None
-            io.read(gradient=dtype, version=update.gradient, changes=update.is_last)
+            visit = update.visit
+            dtype = update.grad_dtype if visit is None or visit.is_first else None
+            is_last = visit is None or visit.is_last
+            io.read(gradient=dtype, version=update.gradient, changes=is_last)
 
-        return pipeline(take, open_, read)
+        return pipeline(take, open_, read, most=1 << 30 if tiers.uses_leases else 1)
 
     def _update(self, update: ChunkUpdate, io: ChunkIO, drift: Drift | None) -> None:
         """Update a chunk when its parts are there, and begin its writes."""
@@ -369,12 +370,14 @@ class Updater:
             drift.after(before, io)
         else:
             _compute(self._tiers, update, io, self._matrices)
-        if update.is_last:
+        visit = update.visit
+        if is_last := visit is None or visit.is_last:
             io.write(state=False, copy=True, after=update.after)
             self._finish(update.chunk, io)
-        # Who waits for the copy does not wait for the CRCs of the state.
-        io.write(state=True, copy=False)
-        if update.is_last:
+        if io.lease is not None or not is_last:
+            # Who waits for the copy does not wait for the CRCs of the state.
+            io.write(state=True, copy=False)
+        if is_last:
             self._unwritten.pop(update.chunk.id, None)  # padding that a round visits is nobody's update
         end = now()  # with the CRC of what it made
         self._recorder.updating += end - begin
@@ -397,10 +400,11 @@ class Updater:
 
     def _finish(self, chunk: Chunk, io: ChunkIO) -> None:
         """A chunk's copy is where it belongs, or on its way to a device."""
-        load, lease = self._tiers.units[chunk.unit].last_load, io.copy_lease
-        if io.version is not Version.BACK and load is not None and lease is not None:
-            self._loader.supply(load, chunk, *lease)
-        self._tiers.store.versions.made(chunk.id, "copy", io.version, self._posted)
+        place, lease = io.place, io.lease
+        if lease is not None and place.copy_tier is Tier.NVME and io.version is not Version.BACK:
+            self._loader.supply(place.unit.last_load, chunk, lease, place.leased["copy"])
+        if place.has_two:
+            io.made(io.version, self._posted)
         self._updates.finish(chunk, io.copied)
 
 
@@ -448,7 +452,7 @@ def _read_ahead(tiers: Tiers, feed: Feed, early: dict[int, ChunkIO]) -> None:
     for chunk in list(feed.expected.values()):
         if chunk.id in early:
             continue
-        io = try_open_chunk(tiers, chunk) if tiers.lease_nbytes(chunk) else None
+        io = open_chunk(tiers, chunk, wait=False) if tiers.places[chunk.id].lease_nbytes else None
         if io is None:
             return
         early[chunk.id] = io
@@ -512,7 +516,7 @@ def _moved(tiers: Tiers, update: ChunkUpdate, io: ChunkIO) -> int:
     """Return the bytes of memory that the kernel reads and writes: state, gradient and copy."""
     chunk = update.chunk
     grad = update.grad_dtype or chunk.dtype
-    copy = 0 if io.begins_with_copy else chunk.dtype.itemsize
+    copy = 0 if io.place.begins_with_copy else chunk.dtype.itemsize
     return update_nbytes(chunk.numel, tiers.plans[chunk.id].moments, grad.itemsize, copy)
 
 
@@ -523,32 +527,33 @@ def _compute(
     if update.visit is not None:
         _compute_matrix(tiers, update, update.visit, io, matrices)
         return
-    segments = _segments(tiers, update)
+    segments = _segments(update, io.place)
     if io.on_device:
         _compute_on_device(tiers, update, io, segments, delayed=delayed)
         return
-    out = None if io.copy_is_master else io.make_copy()
-    if out is not None and len(segments) < len(update.chunk.segments) and io.low is None:
-        # The copy of a segment that this update skips is its master, rounded.
-        cpu_adam.convert(out, io.master)
-    grad = io.grad(update.grad_dtype)
-    master = io.master if io.low is None else io.low
-    cpu_adam.update_segments(master, io.moments, grad, out, segments)
+    state = io.sections()
+    if io.place.copy_is_master:
+        master, moments, out = io.copy, state, None
+    else:
+        master, moments, out = state[0], state[1:], io.make_copy()  # or the lower halves of the master
+        if len(segments) < len(update.chunk.segments) and not io.place.is_split:
+            # The copy of a segment that this update skips is its master, rounded.
+            cpu_adam.convert(out, master)
+    cpu_adam.update_segments(master, moments, io.grad(update.grad_dtype), out, segments)
 
 
-def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
+def _segments(update: ChunkUpdate, place: Place) -> list[cpu_adam.Segment]:
     """Return what an update does to its chunk. Its key makes stochastic rounding the same wherever the
     elements of a parameter are: it depends on the parameter's name and on its step."""
-    rounds = any(moment.dtype is not torch.float32 for moment in tiers.plans[update.chunk.id].moments)
-    params, segments = tiers.units[update.chunk.unit].params, []
+    segments, key = [], 0
     for segment in update.chunk.segments:
         if (of := update.params.get(segment.param)) is not None:
-            name = params[segment.param].name
-            key = cpu_adam.rounding_key(plain_name(name), of.step) if rounds else 0
-            place = segment.start, segment.numel, segment.offset
+            if place.rounds:
+                key = cpu_adam.rounding_key(plain_name(place.unit.params[segment.param].name), of.step)
+            at = segment.start, segment.numel, segment.offset
             scalars = of.lr, of.weight_decay, of.grad_scale
             assert not isinstance(of.options, Muon), "these are updated elsewhere"
-            segments.append(cpu_adam.Segment(*place, key, of.step, *scalars, of.maximize, of.options))
+            segments.append(cpu_adam.Segment(*at, key, of.step, *scalars, of.maximize, of.options))
     return segments
 
 
@@ -586,7 +591,7 @@ def _on_device(
     device = tiers.device
     in_place = tiers.plans[chunk.id].copy_tier is Tier.DEVICE and not delayed
     made: torch.Tensor | None = None
-    if not io.copy_is_master:
+    if not io.place.copy_is_master:
         made = io.copy if in_place else torch.empty_like(io.copy, device=device.torch_device)
         if io.low is not None and not in_place:
             device.wait_on_device(device.h2d(made, io.copy, device.mark(), chunk=chunk.id))
@@ -618,7 +623,7 @@ def _change_master(tiers: Tiers, chunk: Chunk, io: ChunkIO, change: Callable[[to
     if io.on_device:
         _on_device(tiers, chunk, io, work)
         return
-    out = None if io.copy_is_master else io.make_copy()
+    out = None if io.place.copy_is_master else io.make_copy()
     work(out)
     if out is not None and io.low is None:
         cpu_adam.convert(out, io.master)

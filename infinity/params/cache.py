@@ -28,9 +28,9 @@ from infinity.planning.schedule import Schedule
 
 from .load import Loader
 from .publish import Publisher
-from .unit import IDLE_STATES, ParamUnit, UnitState
+from .unit import IDLE_STATES, WHOLE_STATES, ParamUnit, UnitState
 from .updates import Updates
-from .uses import UseKind, Uses
+from .uses import Uses
 
 _T = TypeVar("_T")
 
@@ -41,6 +41,8 @@ class Cache:
     It looks at a unit when that has another state, and not at all units at each visit (`Lookahead`).
 
     Attributes:
+        away: the units that have to be loaded before their next use, by number.
+        late: the loads that found no memory: [Note: late loads].
         allocated: bytes of the units that have their memory and are not placed on the device.
         loads: number of loads that were begun.
         peak: largest number of bytes that were in use at once.
@@ -68,9 +70,10 @@ class Cache:
         self._publisher = publisher
         self._recorder = recorder
         self._warned = False
-        self._late: deque[ParamUnit] = deque()  # [Note: late loads]; some may have begun, or gone, meanwhile
+        self.late: deque[ParamUnit] = deque()  # some may have begun, or gone, meanwhile
         sizes = [u.layout.gathered_nbytes for u in units]
         self._ahead = Lookahead(self.schedule, sizes, {u.index for u in units if u.persistent})
+        self.away = self._ahead.away
         self.allocated = sum(sizes[u.index] for u in units if not u.on_device)
         for unit in units:
             if not unit.on_device:
@@ -80,15 +83,11 @@ class Cache:
     def _changed(self, unit: ParamUnit) -> None:
         """A unit has another state."""
         state, index = unit.state, unit.index
-        away = state is UnitState.SHARDED or (state is UnitState.FILLED and not unit.waits_for_owner)
-        if away != (index in self._ahead.away):
+        away = state is UnitState.SHARDED and not (unit.kept and unit.waits_for_owner)
+        if away != (index in self.away):
             self.allocated += -unit.layout.gathered_nbytes if away else unit.layout.gathered_nbytes
-        self._ahead.put(
-            index,
-            away=away,
-            idle=not unit.persistent and state in IDLE_STATES,
-            gathered=state in (UnitState.GATHERED, UnitState.UNSHARDED),
-        )
+        there = not (unit.persistent or state is UnitState.SHARDED)
+        self._ahead.put(index, away=away, there=there, gathered=state in WHOLE_STATES)
 
     def next_ungathered(self) -> ParamUnit | None:
         """Return the unit that comes next in this cycle, of those that are not gathered."""
@@ -105,7 +104,7 @@ class Cache:
         self._device.trim()
         unit.load(self._loader, self._publisher.slots(unit), urgent=urgent)
         if unit.is_late:
-            self._late.append(unit)
+            self.late.append(unit)
         self.loads += 1
         self.peak = max(self.peak, self.allocated)
 
@@ -130,23 +129,23 @@ class Cache:
         try:
             unit.begin_late(urgent=True)
         except torch.OutOfMemoryError:
-            self._late.extend(u for u in self.units if not u.in_use and u.put_off())
+            self.late.extend(u for u in self.units if not u.in_use and u.put_off())
             unit.begin_late(urgent=True)
 
     def _try_late(self) -> None:
         """Try again to begin the loads that found no memory, in the order of their use."""
-        while self._late:
+        while self.late:
             try:
-                self._late[0].begin_late(urgent=False)
+                self.late[0].begin_late(urgent=False)
             except torch.OutOfMemoryError:
                 return
-            self._late.popleft()
+            self.late.popleft()
 
     def invalidate(self, unit: ParamUnit) -> None:
         """Free the memory of an idle unit, whose values are about to change to another version."""
         if unit.state in IDLE_STATES:
             self.wait_for(unit, unit.invalidate)
-            if unit.state is UnitState.FILLED:
+            if unit.kept:
                 unit.warn_held()
 
     def wait_for(self, unit: ParamUnit, call: Callable[[], _T]) -> _T:
@@ -167,18 +166,15 @@ class Cache:
     def prefetch(self, *, newest: bool) -> None:
         """Load what comes next, nearest first, as far as there is room without what comes before it;
         `newest`: in the newest version. What is being updated comes straight from there."""
-        if self._late:
+        if self.late:
             self._try_late()
-        if not self._ahead.away:
-            return  # the usual answer, and it is asked for at each use of a unit
-        while True:
+        while self.away:
             found = self._ahead.next_away()
-            before = self._ahead.nbytes_before(self._uses.units())
             if found is None or (newest and self._updates.has_unit(found[0])):
                 return  # which version is the newest is not known yet
             unit, place = self.units[found[0]], found[1]
             need = unit.missing_nbytes
-            if self.allocated + need > self._capacity and not self._make_way(need, place, before):
+            if self.allocated + need > self._capacity and not self._make_way(need, place):
                 return
             unit.newest = newest and self._publisher.is_newer(unit)
             try:
@@ -186,9 +182,10 @@ class Cache:
             except torch.OutOfMemoryError:
                 return  # what is loaded for later can be loaded later
 
-    def _make_way(self, need: int, place: int, before: int) -> bool:
-        """Free room for `need` bytes that are used next at a place of the schedule, after `before` others;
-        return whether there is. See [Note: worth the wait]."""
+    def _make_way(self, need: int, place: int) -> bool:
+        """Free room for `need` bytes that are used next at a place of the schedule; return whether there is.
+        See [Note: worth the wait]."""
+        before = self._ahead.nbytes_before(self._uses.units())
 
         def goes(next_use: float) -> bool:
             if next_use <= place:
@@ -228,7 +225,7 @@ class Cache:
 
     def _drop(self, unit: ParamUnit) -> bool:
         """Free an idle unit's memory; return whether that could be done."""
-        gone = unit.state not in IDLE_STATES or self.wait_for(unit, unit.reshard)
-        if not gone and not self._uses.has(UseKind.TASK):
+        gone = unit.state in IDLE_STATES and self.wait_for(unit, unit.reshard)
+        if not gone and unit.state in IDLE_STATES and not self._uses.tasks:
             unit.warn_held()  # but a node of a backward lets go of what it unpacked
         return gone

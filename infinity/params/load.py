@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -33,6 +32,7 @@ from infinity.hardware.streams import wait_over
 from infinity.planning.partition import Chunk
 from infinity.planning.parts import ChunkParts
 from infinity.storage.pinned import Lease, PinnedPool
+from infinity.storage.pipeline import pipeline
 from infinity.storage.store import Reads, Slot, Store, Transfer
 
 from .updates import Updates
@@ -55,7 +55,8 @@ class Load:
         here: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.target = target  # uint8, the unit's storage
-        self.chunks = deque(chunks)
+        self.chunks = deque(chunks)  # that nobody has begun to bring
+        self.left = len(chunks)  # whose copies are not on the stream
         self.slots = slots  # by chunk id; that they flip before it is read changes nothing
         self.after = after
         self.here = here or {}  # copies that are on the device already, elsewhere (uint8, by chunk id)
@@ -64,7 +65,6 @@ class Load:
         self.issued = Latch()
         self.event: Event | None = None
         self.error: BaseException | None = None
-        self.supplies: deque[tuple[Chunk, Lease, int]] = deque()  # from the update, with their offset
         # For traces: when it was started, when its last chunk was updated and read (0: none was).
         self.began, self.updated, self.read = now(), 0, 0
         self.behind_update = False
@@ -98,12 +98,21 @@ class Load:
         return self.error is not None or self.event is None or self.event.done()
 
 
-class _Flight(NamedTuple):
-    load: Load
-    chunk: Chunk
-    lease: Lease | None
-    transfer: Transfer | Reads | None
-    offset: int = 0  # of the copy in the lease
+class _Flight:
+    """A chunk on its way: in a lease from byte `offset` on, when `transfer` is complete."""
+
+    __slots__ = ("chunk", "lease", "load", "offset", "transfer")
+
+    def __init__(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int = 0) -> None:
+        self.load, self.chunk, self.lease, self.offset = load, chunk, lease, offset
+        self.transfer: Transfer | Reads | None = None
+
+    def close(self, *, wait: bool = True) -> bool:
+        """Give the lease back."""
+        if self.lease is not None:
+            self.lease.release(self.load.event)  # the last on the copy stream: all of its copies come before
+            self.lease = None
+        return True
 
 
 class Loader:
@@ -135,13 +144,15 @@ class Loader:
         """
         self._worker.add(load, urgent)
 
-    def supply(self, load: Load, chunk: Chunk, lease: Lease, offset: int) -> None:
-        """Take a chunk's copy from the update's lease, at byte `offset`, instead of reading it.
+    def supply(self, load: Load | None, chunk: Chunk, lease: Lease, offset: int) -> None:
+        """Take a chunk's copy from the update's lease, at byte `offset`, instead of reading it, if `load` is
+        to bring it.
 
         [Note: no round trip] The lease goes home when the copy is on the device. Supplies are
         taken before anything else, so an update never waits for a load that waits for it.
         """
-        self._worker.supply(load, chunk, lease, offset)
+        if load is not None:
+            self._worker.supply(load, chunk, lease, offset)
 
     def close(self) -> None:
         """Finish what is under way and end the thread."""
@@ -173,9 +184,8 @@ class _Worker:
         self._waiting: list[tuple[int, Load]] = []  # a heap
         self._blocked: dict[int, Load] = {}  # by the chunk whose update each of them waits for
         self._updated: deque[int | None] = deque()  # chunks that were, or are never to be (None: no more are)
-        self._supplied: deque[Load] = deque()
+        self._supplied: deque[_Flight] = deque()
         self._stopped = False
-        self._flights: deque[_Flight] = deque()
 
     def add(self, load: Load, urgent: bool) -> None:
         with self._lock:
@@ -206,8 +216,7 @@ class _Worker:
             if load.issued.is_open or chunk not in load.chunks:
                 return  # it failed, or read the chunk already
             load.chunks.remove(chunk)
-            load.supplies.append((chunk, lease.retain(), offset))
-            self._supplied.append(load)
+            self._supplied.append(_Flight(load, chunk, lease.retain(), offset))
             load.updated = now()
         self._bell.ring()
 
@@ -218,75 +227,54 @@ class _Worker:
         self._bell.ring()
 
     def run(self) -> None:
-        while True:
-            self._start_copies()
-            if self._flights:
-                self._copy_oldest()
-                continue
-            with self._lock:
-                if self._stopped and not (self._waiting or self._blocked):
-                    return
-            self._bell.wait(self._is_needed)
+        for flight, _ in pipeline(self._take, lambda flight, _wait: flight):
+            self._land(flight)
 
-    def _start_copies(self) -> None:
-        """Start as many reads as there are leases."""
-        while (found := self._next()) is not None:
-            load, chunk = found
-            plan = self._plans[chunk.id]
-            lease = transfer = None
-            try:
-                if self._is_blocked(load, chunk.id):
+    def _take(self, wait: bool) -> _Flight | None:
+        """Return the next chunk, with its read begun, what updates have supplied first; None: there is none,
+        or no lease for it. `wait`: until there is one, or nothing will come any more."""
+        while True:
+            with self._lock:
+                while self._updated:
+                    updated = self._updated.popleft()
+                    for number in [*self._blocked] if updated is None else [updated]:
+                        if (freed := self._blocked.pop(number, None)) is not None:
+                            freed.behind_update, freed.updated = False, now()
+                            heapq.heappush(self._waiting, (freed.place, freed))
+                if self._supplied:
+                    return self._supplied.popleft()
+                load = heapq.heappop(self._waiting)[1] if self._waiting else None
+                if load is None and (not wait or (self._stopped and not self._blocked)):
+                    return None
+                chunk = load.chunks[0] if load is not None and load.chunks else None
+            if load is None:
+                self._bell.wait(self._is_needed)
+            elif chunk is not None:
+                lease = None
+                try:
+                    if self._is_blocked(load, chunk.id):
+                        continue
+                    if nbytes := self._plans[chunk.id].load_lease:
+                        lease = (self._pool.lease if wait else self._pool.try_lease)("load", nbytes)
+                except BaseException as error:
+                    self._fail(load, error)
                     continue
-                if plan.load_lease:
-                    lease = self._pool.try_lease("load", plan.load_lease)
-                    if lease is None:
-                        if self._flights:
-                            self._put_back(load)
-                            return
-                        lease = self._pool.lease("load", plan.load_lease)  # or its error
+                is_free = not nbytes or lease is not None
                 with self._lock:
-                    supplied = chunk not in load.chunks  # meanwhile
-                    if not supplied:
+                    takes = is_free and chunk in load.chunks  # no update has supplied it meanwhile
+                    if takes:
                         load.chunks.remove(chunk)
-                self._put_back(load)
-                if supplied:
+                    if load.chunks:
+                        heapq.heappush(self._waiting, (load.place, load))
+                if takes:
+                    flight = _Flight(load, chunk, lease)
                     if lease is not None:
-                        lease.release()
-                    continue
-                if lease is not None:
-                    transfer = self._store.read(chunk.id, "copy", lease, version=load.slots[chunk.id])
-            except BaseException as error:
+                        self._read(flight, lease)
+                    return flight
+                if not is_free:
+                    return None
                 if lease is not None:
                     lease.release()
-                self._fail(load, error)
-                continue
-            self._flights.append(_Flight(load, chunk, lease, transfer))
-
-    def _next(self) -> tuple[Load, Chunk] | None:
-        """Take what updates have supplied; take the first load out of those that wait, and return it with its
-        next chunk."""
-        with self._lock:
-            while self._supplied:
-                load = self._supplied.popleft()
-                while load.supplies:
-                    chunk, supplied, offset = load.supplies.popleft()
-                    self._flights.append(_Flight(load, chunk, supplied, None, offset))
-            while self._updated:
-                updated = self._updated.popleft()
-                for blocked in [*self._blocked] if updated is None else [updated]:
-                    if (freed := self._blocked.pop(blocked, None)) is not None:
-                        freed.behind_update, freed.updated = False, now()
-                        heapq.heappush(self._waiting, (freed.place, freed))
-            while self._waiting:
-                _, load = heapq.heappop(self._waiting)
-                if load.chunks:
-                    return load, load.chunks[0]
-        return None
-
-    def _put_back(self, load: Load) -> None:
-        with self._lock:
-            if load.chunks:
-                heapq.heappush(self._waiting, (load.place, load))
 
     def _is_blocked(self, load: Load, chunk: int) -> bool:
         """Return whether `load` has to wait for the update of `chunk`. Then `wake` brings it back."""
@@ -303,62 +291,69 @@ class _Worker:
                 self._blocked.pop(chunk, None)
         return blocks
 
+    def _read(self, flight: _Flight, lease: Lease) -> None:
+        load, chunk = flight.load, flight.chunk
+        try:
+            flight.transfer = self._store.read(chunk.id, "copy", lease, version=load.slots[chunk.id])
+        except BaseException as error:
+            self._fail(load, error)
+
     def _is_needed(self) -> bool:
-        """Return whether `_start_copies` would find something to do, or nothing will come any more."""
+        """Return whether `_take` would find something to do, or nothing will come any more."""
         with self._lock:
             waits = bool(self._waiting or self._updated or self._supplied)
             return waits or (self._stopped and not self._blocked)
 
-    def _copy_oldest(self) -> None:
-        """Take the oldest read to the device."""
-        load, chunk, lease, transfer, offset = self._flights.popleft()
+    def _land(self, flight: _Flight) -> None:
+        """Take a chunk to the device, when it is read."""
+        load = flight.load
         try:
-            if transfer is not None:
-                transfer.wait()
+            if flight.transfer is not None:
+                flight.transfer.wait()
                 load.read = now()
             if load.error is None:
-                self._copy(load, chunk, lease, offset)
+                self._copy(load, flight.chunk, flight.lease, flight.offset)
         except BaseException as error:
             self._fail(load, error)
-        finally:
-            if lease is not None:
-                lease.release(load.event)  # the last on the copy stream: all of its copies come before
-        with self._lock:
-            last = not load.chunks and not load.supplies and not any(f.load is load for f in self._flights)
-        if last and not load.issued.is_open:
-            if load.error is not None and load.event is not None:
-                wait_over(load.event)
-            load.finish()
+        flight.close()
+        self._count(load, 1)
 
     def _copy(self, load: Load, chunk: Chunk, lease: Lease | None, offset: int) -> None:
         """Put a chunk's copies on the copy stream; the load's `event` is that of the last one."""
-        target = load.target[chunk.copy_offset : chunk.copy_offset + chunk.copy_nbytes]
+        nbytes, version = chunk.copy_nbytes, load.slots[chunk.id]
+        target = load.target[chunk.copy_offset : chunk.copy_offset + nbytes]
         place = self._plans[chunk.id].place
         if lease is None and chunk.id in load.here:
             source = load.here[chunk.id]
             if source.data_ptr() == target.data_ptr():  # it is in its place already
                 source, target = source[:0], target[:0]
         elif lease is None:
-            version = load.slots[chunk.id]
-            source = self._store.view(chunk.id, "copy", numel=chunk.copy_nbytes, version=version)
+            source = self._store.view(chunk.id, "copy", numel=nbytes, version=version)
         elif place is None:
-            source = lease.tensor(torch.uint8, offset, chunk.copy_nbytes)
+            source = lease.tensor(torch.uint8, offset, nbytes)
         else:
-            for at, begin, nbytes in place.stretches:
-                source = lease.tensor(torch.uint8, offset + at, nbytes)
+            for at, begin, size in place.stretches:
+                source = lease.tensor(torch.uint8, offset + at, size)
                 load.event = self._device.h2d(
-                    target[begin : begin + nbytes], source, load.after, chunk=chunk.id
+                    target[begin : begin + size], source, load.after, chunk=chunk.id
                 )
             return
         load.event = self._device.h2d(target, source, load.after, chunk=chunk.id)
 
     def _fail(self, load: Load, error: BaseException) -> None:
         with self._lock:
-            load.chunks.clear()
-            while load.supplies:
-                load.supplies.popleft()[1].release()
             load.error = load.error or error
-        if not any(f.load is load for f in self._flights):
-            if load.event is not None:
-                wait_over(load.event)
-            load.finish()
+            left = len(load.chunks)
+            load.chunks.clear()
+        if left:
+            self._count(load, left)
+
+    def _count(self, load: Load, chunks: int) -> None:
+        """So many chunks of a load are on the stream, or never will be."""
+        with self._lock:
+            load.left -= chunks
+            if load.left:
+                return
+        if load.error is not None and load.event is not None:
+            wait_over(load.event)
+        load.finish()

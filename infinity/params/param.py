@@ -356,6 +356,8 @@ class ShardedParam:
         self.unit = unit
         self.index = index
         self.cls = type(param)
+        self.released = subclass.variant(ReleasedParameter, self.cls)  # while a use of the values raises
+        self.pending = subclass.variant(PendingParameter, self.cls)  # while a use waits for them (`on_wait`)
         self.given_dtype = param.dtype  # at `wrap`
         self.pid = os.getpid()  # a fork has the parameter, and no engine
         self.on_wait: Callable[[], None] | None = None  # waits for the unit's values, restores the class
@@ -404,27 +406,12 @@ class ShardedParam:
         """Undo `keep_accumulator`: otherwise the two would keep each other alive for good."""
         self._accumulator = None
 
-    @property
-    def owners(self) -> int:
-        """The number of C++ owners of the parameter's tensor: Python is one, a graph that saved it
-        another."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return int(self.param._use_count())  # type: ignore[attr-defined]
-
     def in_place(self, storage: torch.UntypedStorage) -> bool:
         """Return whether the parameter is where `bind` put it: `p.data = t` may move it in `storage`, too."""
         param = self.param
         with torch._C.DisableTorchFunctionSubclass():  # this look waits for nothing
             there = param.untyped_storage()._cdata == storage._cdata
             return there and (param.storage_offset(), param.stride()) == self.place
-
-    def release(self) -> None:
-        """Make every use of the values raise."""
-        self.param.__class__ = subclass.variant(ReleasedParameter, self.cls)
-
-    def suspend(self) -> None:
-        """Make every use of the values wait for them (`on_wait`)."""
-        self.param.__class__ = subclass.variant(PendingParameter, self.cls)
 
     def restore(self) -> None:
         """Give the parameter its class back."""

@@ -28,6 +28,8 @@ class Residency:
     ([Note: behind compute]); then all ranks use the same units.
 
     Attributes:
+        wanted: the units that are used outside of their scope, since a scope began or ended.
+        has_two_versions: whether there ever are two: [Note: two versions].
         hits: units that were loaded, or being loaded, when they were needed.
         missed: units that were needed before their load had begun.
     """
@@ -53,9 +55,12 @@ class Residency:
         self.schedule = cache.schedule
         self.commits = commits
         self.hits = self.missed = 0
+        self.wanted: tuple[int, ...] = ()
+        self._addressed: set[int] = set()  # units in whose memory the program has an address
+        self._operator = Use(UseKind.OPERATOR)
         self._device = device
         self._staged = device.staged
-        self._two = publisher.has_two_versions
+        self.has_two_versions = publisher.has_two_versions
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
@@ -65,19 +70,13 @@ class Residency:
             for sharded in unit.params if unit.on_device else ():
                 sharded.on_wait = functools.partial(self.resume, unit)
 
-    @property
-    def has_two_versions(self) -> bool:
-        """Whether there ever are two: [Note: two versions]."""
-        return self._two
-
     def held(self) -> list[ParamUnit]:
         """Return the held units, of those that are not in use and not being written."""
-        there = (u for u in self.units if u.state is not UnitState.SHARDED and u.arriving is None)
+        there = (u for u in self.units if (u.kept or not u.is_away) and u.arriving is None)
         return [u for u in there if not u.in_use and u.load_is_over() and u.is_held()]
 
     # -- use --------------------------------------------------------------------------------
 
-    @commit
     def acquire(
         self,
         indices: Collection[int],
@@ -86,7 +85,7 @@ class Residency:
         newest: bool,
         note: bool = True,
     ) -> None:
-        """Make units UNSHARDED and keep them for `use` until `release`. Idempotent.
+        """Make units UNSHARDED and keep them for `use` until `release`. The caller is in a commit.
 
         `newest`: in the newest version, and not the one in front: [Note: two versions]. `note`: record it in
         the schedule, and load what comes next.
@@ -95,33 +94,36 @@ class Residency:
             ParameterError: another use keeps another version of one of them.
             GradientError: the last backward of a step has updated one of them, and `step()` has not run.
         """
-        newest = newest and self._two
-        wanted = [self.units[i] for i in indices]
+        units, cache = self.units, self.cache
+        newest = newest and self.has_two_versions
         if self._updates.used:
-            for unit in wanted:
-                self._updates.check_use(unit.index, unit.layout.name)
-        for unit in wanted:
-            if unit.newest is not newest:
-                self._change_version(unit, use, newest)
+            for index in indices:
+                self._updates.check_use(index, units[index].layout.name)
+        for index in indices:
+            if units[index].newest is not newest:
+                self._change_version(units[index], use, newest)
         self.uses.begin(use, indices)
-        for unit in wanted:
+        for index in indices:
+            unit = units[index]
             if note:
-                self.schedule.note(unit.index)
+                self.schedule.note(index)
             state = unit.state
-            if state is UnitState.SHARDED or state is UnitState.FILLED:
+            if state is UnitState.SHARDED:
                 self.missed += 1
-                self.cache.load_now(unit)
+                cache.load_now(unit)
             elif state is not UnitState.UNSHARDED and not unit.persistent:
                 self.hits += 1
-        if note:
-            self.cache.prefetch(newest=newest)
+        if note and (cache.away or cache.late):
+            cache.prefetch(newest=newest)
         if self._in_order:
-            self._gather_first(max((u.index + 1 for u in wanted), default=0))
-        for unit in wanted:
+            self._gather_first(max((index + 1 for index in indices), default=0))
+        for index in indices:
+            unit = units[index]
             if self._staged:
                 unit.used()
             if unit.on_device:
-                self._resume(unit)
+                if self._staged or unit.arriving is not None:
+                    self._resume(unit)
             elif unit.state is not UnitState.UNSHARDED:
                 if self._staged or unit.state is not UnitState.GATHERED:
                     self._wait_loaded(unit)  # each time: this stream has not waited for it, maybe
@@ -131,24 +133,6 @@ class Residency:
                     self._record_unshard(unit)
         if note and self._ahead:
             self._gather_ahead()
-
-    @property
-    def stays(self) -> bool:
-        """Whether all units are placed on the device, in one version: then no use moves anything."""
-        return all(unit.on_device for unit in self.units) and not self.has_two_versions
-
-    def use_still(self, indices: Sequence[int], *, note: bool) -> bool:
-        """Make the device wait for what has written the values of units that stay, and with `note` record
-        their use in the schedule; return False, and do nothing, if the update of one is to come. Changes no
-        other state: no commit."""
-        if any(self.units[index].arriving is not None for index in indices):
-            return False
-        for index in indices:
-            if (copied := self._updates.copied(index)) is not None:
-                self._device.wait_on_device(copied)
-            if note:
-                self.schedule.note(index)
-        return True
 
     def _gather_ahead(self) -> None:
         """Begin to gather what comes next, if its load has begun: that is so on all ranks, or on none."""
@@ -161,15 +145,12 @@ class Residency:
         self.cache.begin_late(unit)
         self.cache.wait_for(unit, unit.wait_loaded)
 
+    @commit
     def gather_all(self) -> None:
         """In stage 1, gather the units that this rank did not need."""
-        if self._in_order:
-            self._gather_rest()
-
-    @commit
-    def _gather_rest(self) -> None:
         self._gather_first(len(self.units))
 
+    @commit
     def use_all(self) -> None:
         """In stage 1, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
@@ -189,35 +170,52 @@ class Residency:
         """Load what comes next, for a forward of training."""
         self.cache.prefetch(newest=False)
 
-    @commit
     def release(self, use: Use) -> None:
-        """End a use; a unit that no other one keeps becomes idle."""
-        self._idle([self.units[i] for i in self.uses.end(use)])
+        """End a use; a unit that no other one keeps becomes idle. The caller is in a commit."""
+        self._idle(self.uses.end(use))
 
-    @commit
-    def keep_only(self, use: Use, keep: Collection[int]) -> None:
-        """Let go of the units that a use keeps, but for those of `keep`."""
-        gone = use.units.difference(keep)
-        self.uses.drop_units(use, gone)
-        self._idle([self.units[i] for i in gone])
+    def want(self, indices: Sequence[int], *, newest: bool, note: bool, address: bool = False) -> None:
+        """Acquire units that autograd or an operator needs outside of their scope, until others are wanted or
+        a scope begins or ends; with `address`, until a scope begins or ends: the program has an address in
+        their memory. The caller is in a commit."""
+        wanted = tuple(dict.fromkeys(indices))
+        if address:  # and what was wanted just before: a kernel may take several
+            self._addressed.update(self.wanted, wanted)
+        if self.wanted != wanted:
+            gone = self._operator.units.difference(self._addressed)
+            self.uses.drop_units(self._operator, gone)
+            self._idle(gone)
+            self.wanted = wanted
+        self.acquire(wanted, self._operator, note=note, newest=newest)
+
+    def release_wanted(self) -> None:
+        """Let go of what was wanted; what was unpacked of it holds it as long as it lives."""
+        self.wanted = ()
+        self._addressed.clear()
+        self.release(self._operator)
 
     @commit
     def drop(self, *kinds: UseKind) -> None:
-        """Drop uses that nothing will end (an exception, an abandoned graph). What an interrupt has left
-        between two states is put right."""
-        self.uses.drop(*kinds)
+        """Drop uses that nothing will end (an exception, an abandoned graph), and what is wanted. What an
+        interrupt has left between two states is put right."""
+        self.wanted = ()
+        self._addressed.clear()
+        self.uses.drop(UseKind.OPERATOR, *kinds)
         for unit in self.units:
-            if unit.state is UnitState.FILLED:
+            if unit.kept:
                 unit.free_unused()
-        self._idle(self.units)
+        self._idle(range(len(self.units)))
 
-    def _idle(self, units: Sequence[ParamUnit], *, persistent: bool = False) -> None:
-        """Make all `units` idle that are not in use, then raise the error of any of them; with `persistent`
-        also persistent units. Free units that were edited in place at once, so that no code sees the edit."""
+    def _idle(self, indices: Iterable[int], *, persistent: bool = False) -> None:
+        """Make all units of `indices` idle that are not in use, then raise the error of any of them; with
+        `persistent` also persistent units. Free units that were edited in place at once, so that no code sees
+        the edit."""
         error: ParameterChangedError | None = None
-        for unit in units:
-            stays = unit.on_device or (unit.persistent and not persistent)
-            if unit.users or stays or unit.state is not UnitState.UNSHARDED:
+        for index in indices:
+            unit = self.units[index]
+            if unit.users or unit.state is not UnitState.UNSHARDED:
+                continue
+            if unit.on_device or (unit.persistent and not persistent):
                 continue
             try:
                 unit.idle()
@@ -243,11 +241,12 @@ class Residency:
         Raises:
             ParameterError: one of them is inside a `gathered` block.
         """
-        chosen = self.units if indices is None else [self.units[i] for i in indices]
-        self.check_blocks(u.index for u in chosen)
-        self.uses.forget_units({u.index for u in chosen})
+        chosen = range(len(self.units)) if indices is None else [*indices]
+        self.check_blocks(chosen)
+        self.uses.forget_units(chosen)
         self._idle(chosen, persistent=True)
-        for unit in chosen:
+        for index in chosen:
+            unit = self.units[index]
             if unit.on_device:
                 (self._awaited.add if unit.is_held() else self._awaited.discard)(unit)
             else:
@@ -256,9 +255,10 @@ class Residency:
     def check_blocks(self, indices: Iterable[int]) -> None:
         """Raise `ParameterError` if the copy of one of these units must not change now: it is inside a
         `gathered` block."""
-        for unit in (self.units[i] for i in indices):
+        for index in indices:
+            unit = self.units[index]
             # What is placed on the device has its update in the block, unless that is delayed.
-            if unit.keepers and (self.has_two_versions or not unit.on_device):
+            if unit.users and unit.keepers and (self.has_two_versions or not unit.on_device):
                 raise ParameterError(
                     f"a call would change the parameters of unit {unit.layout.name!r} inside a `gathered` "
                     "block",
@@ -277,7 +277,7 @@ class Residency:
     def drop_copies(self, units: Iterable[ParamUnit]) -> None:
         """Make the next use of units gather them again. Raises the errors of edits."""
         for unit in units:
-            self._idle([unit], persistent=True)
+            self._idle([unit.index], persistent=True)
             self.cache.invalidate(unit)
 
     @commit
@@ -285,8 +285,8 @@ class Residency:
         """Write the new values into the memory of changed units that are held; when this returns, an alias
         shows them. With several ranks an alias shows them at the next use of its unit, because held units
         differ between ranks."""
-        held = [u for u in self.units if u.waits_for_owner]
-        for unit in [u for u in self.units if u in self._awaited]:
+        held = [u for u in self.units if u.kept and u.waits_for_owner]
+        for unit in [u for u in self.units if u in self._awaited] if self._awaited else ():
             self._resume(unit)
             self._awaited.discard(unit)
         for unit in held:
@@ -300,9 +300,10 @@ class Residency:
     @commit
     def expect_updates(self, indices: Iterable[int]) -> None:
         """Make every read of the values of units on the device wait for the posted update."""
-        for unit in (self.units[i] for i in indices):
+        for index in indices:
+            unit = self.units[index]
             if unit.on_device:
-                unit.expect(functools.partial(self._wait_updated, unit.index))
+                unit.expect(functools.partial(self._wait_updated, index))
 
     def resume(self, unit: ParamUnit) -> None:
         """Wait for the values of a unit on the device, then let them be used. Any thread may, also beside a
@@ -342,7 +343,8 @@ class Residency:
     def resume_all(self) -> None:
         """Wait for the values of every unit, or of this rank's slices, on the device."""
         for unit in self.units:
-            self._resume(unit)
+            if unit.placed:
+                self._resume(unit)
 
     # -- versions: [Note: two versions] -----------------------------------------------------
 
@@ -350,7 +352,7 @@ class Residency:
     def publish(self) -> list[ShardedParam]:
         """Make forward and backward use the newest compute parameters from now on. No update may be running.
         Return the parameters that changed."""
-        if not self._two:
+        if not self.has_two_versions:
             return []
         changed = [u for u in self.cache.forward_order() if self._publisher.is_newer(u)]
         if not changed:
@@ -365,15 +367,11 @@ class Residency:
             unit.newest = False
         return [p for u in changed for p in u.params]
 
+    @commit
     def show(self, *, newest: bool) -> None:
         """Make the units that are placed on the device, and not in use, show one version: the engine does not
         see a read of such a unit by a graph or a user's function, and no claim comes before it."""
-        if self.has_two_versions:
-            self._show(newest)
-
-    @commit
-    def _show(self, newest: bool) -> None:
-        for unit in self.units:
+        for unit in self.units if self.has_two_versions else ():
             if unit.on_device and not unit.in_use:
                 self._change_version(unit, None, newest)
 
@@ -423,6 +421,6 @@ class Residency:
             self._resume(unit)
             self._publisher.swap(unit)
         else:
-            self._idle([unit], persistent=True)
+            self._idle([unit.index], persistent=True)
             self.cache.invalidate(unit)
         unit.newest = newest

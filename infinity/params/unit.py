@@ -1,11 +1,10 @@
 """Units: whether their parameters are on the device, on their way, or away.
 
-One function per legal transition: `load` SHARDED → FILLED → LOADING, `wait_loaded` LOADING → LOADED,
-`gather` LOADED → GATHERED, `unshard` GATHERED → UNSHARDED, `idle` UNSHARDED → GATHERED, `reshard` and
-`invalidate` LOADING, LOADED or GATHERED → FILLED → SHARDED, if nobody holds the memory. A *persistent* unit
-is not idle after use: it stays UNSHARDED until its values change. One that is placed on the device has its
-copy in this very storage, and is never SHARDED: what an update or a new version brings it is `expect`ed,
-UNSHARDED → LOADING, and has come with `arrived`, LOADING → UNSHARDED.
+One function per legal transition: `load` SHARDED → LOADING, `gather` LOADING → GATHERED, `unshard` GATHERED →
+UNSHARDED, `idle` UNSHARDED → GATHERED, `reshard` and `invalidate` LOADING or GATHERED → SHARDED. A
+*persistent* unit is not idle after use: it stays UNSHARDED until its values change. One that is placed on the
+device has its copy in this very storage, and is never SHARDED: what an update or a new version brings it is
+`expect`ed, UNSHARDED → LOADING, and has come with `arrived`, LOADING → UNSHARDED.
 
 What is written last is what says that the rest was done: an error may end each of them between any two lines.
 
@@ -25,6 +24,7 @@ of the device. Other loads of this rank may become late instead (`put_off`). No 
 from __future__ import annotations
 
 import enum
+import operator
 import sys
 import warnings
 import weakref
@@ -51,22 +51,21 @@ from .uses import Use, UseKind, Uses
 class UnitState(enum.Enum):
     """Where the parameters of a unit are.
 
-    SHARDED: their storage is empty. FILLED: it has its memory, and no values that count: a load is about to
-    begin, or code outside of the engine holds the memory ([Note: held units]). LOADING: a load is filling it.
-    LOADED: this rank's slice is there (with one rank, the whole unit). GATHERED: the whole unit is there, and
-    not in use. UNSHARDED: usable.
+    SHARDED: away; their storage is empty, or `kept` ([Note: held units]). LOADING: a load is filling it with
+    this rank's slice (with one rank, the whole unit). GATHERED: the whole unit is there, and not in use.
+    UNSHARDED: usable.
     """
 
     SHARDED = "sharded"
-    FILLED = "filled"
     LOADING = "loading"
-    LOADED = "loaded"
     GATHERED = "gathered"
     UNSHARDED = "unsharded"
 
 
 #: States of which nobody makes use, with memory.
-IDLE_STATES = (UnitState.LOADING, UnitState.LOADED, UnitState.GATHERED)
+IDLE_STATES = (UnitState.LOADING, UnitState.GATHERED)
+#: Those with all of the unit. Between them no byte moves.
+WHOLE_STATES = (UnitState.GATHERED, UnitState.UNSHARDED)
 
 
 #: What to do about an edit of what is not placed on the device, by whether there is an optimizer: without one
@@ -90,7 +89,10 @@ class ParamUnit(UnitMemory):
     Attributes:
         index: the unit's number, in the order in which `discover` found it.
         state: where the parameters are.
+        kept: the storage of a unit that is away has its memory, since code outside of the engine holds it.
+        placed: this rank's shard is placed on the device.
         on_device: the whole unit is placed on the device: the storage holds the compute parameters.
+        last_load: the load that fills the storage, or filled it; None while it is empty.
         persistent: not released after use.
     """
 
@@ -109,35 +111,39 @@ class ParamUnit(UnitMemory):
         apart = placed and stage == 3
         super().__init__(layout, params, device, kept_apart=apart, in_place=placed and not apart)
         self.index = layout.index
+        self.placed = placed
         self.on_device = placed and comm.world == 1
         self.persistent = self.on_device or (comm.world > 1 and stage < 3)
         self.state = UnitState.SHARDED
+        self.kept = False
         self.users = uses.users[layout.index]  # the uses that keep it: [Note: uses]
-        self.on_state: Callable[[ParamUnit], None] | None = None  # called when it has another state
+        self.on_state: Callable[[ParamUnit], None] | None = None  # called when bytes of it move
         self.newest = False  # shows the newest version instead of the front: [Note: two versions]
+        self.arriving: Callable[[], None] | None = None  # waits for the values that are expected, if any are
         self.references: weakref.WeakSet[Any] | None = None  # see `note_references`
         self._device = device
         self._comm = comm
-        self._load: Load | None = None
+        self.last_load: Load | None = None
         self._read: Event | None = None  # when the copies of the load before were done
         self._loader: Loader | None = None
+        self._flat = torch.empty(0)  # all of the storage, from `bind` on
         self._late: Mapping[int, Slot] | None = None  # the slots of a load that has no memory yet
         self._gather = Gather(layout.name, comm, device)
-        self._arriving: Callable[[], None] | None = None
         self._warned = False
         self._trains = trains
         self._owners: tuple[int, int, list[int]] | None = None
 
     def _enter(self, state: UnitState) -> None:
-        if state is not self.state:
-            self.state = state
-            if self.on_state is not None:
-                self.on_state(self)
+        """Be in a state between which and the one before bytes move."""
+        self.state = state
+        if self.on_state is not None:
+            self.on_state(self)
 
     def bind(self) -> None:
         """Make the parameters views of the storage, and note how many own that from now on."""
         if self.state is UnitState.SHARDED:
             self._memory.fill()  # once: `set_` would give an empty storage memory for each parameter
+        self._flat = self.view(0, self.layout.gathered_nbytes)
         for sharded, offset in zip(self.params, self.layout.byte_offsets, strict=True):
             sharded.bind(self.storage, offset)
             if not self.on_device:
@@ -149,8 +155,11 @@ class ParamUnit(UnitMemory):
 
     def _count(self) -> tuple[int, int, list[int]]:
         storage = self.storage
-        owners = [p.owners for p in self.params]
-        return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage), owners
+        owners = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded in self.params:  # without calls: each update comes here
+                owners.append(sharded.param._use_count())  # type: ignore[attr-defined]
+        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), owners
 
     def note_references(self) -> None:
         """From now on have `references` be what graphs have saved of the unit."""
@@ -166,7 +175,7 @@ class ParamUnit(UnitMemory):
         if memory > before[0] or references > before[1]:
             return True
         # What a graph saved of a parameter that is placed here is for torch to compare.
-        return not self.on_device and any(n > b for n, b in zip(owners, before[2], strict=True))
+        return not self.on_device and any(map(operator.gt, owners, before[2]))
 
     def warn_held(self) -> None:
         """Warn the user, once, that the engine needed the memory and that it is held."""
@@ -231,29 +240,34 @@ class ParamUnit(UnitMemory):
             self._enter(UnitState.UNSHARDED)
 
     def _become(self, state: UnitState) -> None:
-        """Be in `state`. The one place where the class of a parameter is chosen."""
+        """Be in `state`. The one place where the class of a parameter is chosen, without calls: each use of a
+        unit comes here twice."""
+        usable = state is UnitState.UNSHARDED
         for sharded in self.params:
-            if self.on_device and (state is not UnitState.UNSHARDED or sharded.on_detach is not None):
-                sharded.suspend()  # its values come without being asked for; or a state dict answers for it
-            elif state is UnitState.UNSHARDED:
-                sharded.restore()
+            if self.on_device and not (usable and sharded.on_detach is None):
+                # Its values come without being asked for; or a state dict answers for it.
+                sharded.param.__class__ = sharded.pending
             else:
-                sharded.release()
-        self._enter(state)
+                sharded.param.__class__ = sharded.cls if usable else sharded.released
+        if state in WHOLE_STATES and self.state in WHOLE_STATES:
+            self.state = state
+        else:
+            self._enter(state)
 
     def renew_classes(self) -> None:
         """Choose the parameters' classes again: a state dict has begun to answer for them, or has ended."""
         self._become(self.state)
 
     def load(self, loader: Loader, slots: Mapping[int, Slot], *, urgent: bool = False) -> None:
-        """SHARDED or FILLED → LOADING. Does not wait. `slots`: which version of each chunk's copy, by its id.
+        """SHARDED → LOADING. Does not wait. `slots`: which version of each chunk's copy, by its id.
 
         Raises:
             torch.OutOfMemoryError: the device has no room; nothing has changed. With several ranks the load
                 is late instead: [Note: late loads].
         """
         self._loader = loader
-        self._wait_load()  # one that an interrupt has cut off from its unit
+        if self.last_load is not None:
+            self._wait_load()
         try:
             self._begin_load(slots, urgent=urgent)
         except torch.OutOfMemoryError:
@@ -266,11 +280,12 @@ class ParamUnit(UnitMemory):
         loader = self._loader
         assert loader is not None
         self._memory.fill()
-        self._enter(UnitState.FILLED)
         after = self._device.mark()  # not before: what the memory was until now, the device may still use
-        load = Load(self.view(0, self.layout.gathered_nbytes), self.layout.chunks, slots, after, self.here())
-        self._load = load
+        here = self.here() if self.placed else {}
+        load = Load(self._flat, self.layout.chunks, slots, after, here)
         loader.start(load, urgent=urgent)
+        self.last_load = load
+        self.kept = False
         self._become(UnitState.LOADING)
         self._late = None
 
@@ -291,7 +306,7 @@ class ParamUnit(UnitMemory):
     def put_off(self) -> bool:
         """Give the memory of a load back, and make the load late. Return False if it is no load of several
         ranks, or if the ranks gather it already; then do nothing."""
-        load = self._load
+        load = self.last_load
         gathers = self._gather.has_begun
         if self._comm.world == 1 or self.state is not UnitState.LOADING or load is None or gathers:
             return False
@@ -301,32 +316,25 @@ class ParamUnit(UnitMemory):
         self._late = load.slots
         return True
 
-    @property
-    def last_load(self) -> Load | None:
-        """The load that fills the storage, or filled it; None while it is empty."""
-        return self._load
-
     def expect(self, wait: Callable[[], None]) -> None:
         """UNSHARDED → LOADING, of a unit that is placed here: its values are about to change, and who looks
         at them `wait`s."""
-        self._arriving = wait
+        self.arriving = wait
         self._become(UnitState.LOADING)
-
-    @property
-    def arriving(self) -> Callable[[], None] | None:
-        """What waits for the values that are expected; None: none are."""
-        return self._arriving
 
     def arrived(self) -> None:
         """LOADING → UNSHARDED, of a unit that is placed here: what was expected has come."""
         self._become(UnitState.UNSHARDED)
-        self._arriving = None
+        self.arriving = None
 
     def edited(self) -> list[ShardedParam]:
         """Return the parameters that were edited, as torch counts it, outside of a block that keeps edits.
         None of a unit that is placed here: its next update takes edits over."""
-        if self.on_device or (self.users and self.writers):
+        if self.on_device:
             return []
+        for use in self.users:
+            if self.index in use.writes:
+                return []
         found = []
         address = self.storage._cdata
         with torch._C.DisableTorchFunctionSubclass():
@@ -341,25 +349,23 @@ class ParamUnit(UnitMemory):
     def check_edited(self) -> None:
         """Raise `ParameterChangedError` for what `edited` finds, unless the unit is in use and looked at
         later, or placed here: then the next update takes it over. The edits are gone then."""
-        if not self.on_device and self.state in IDLE_STATES and self.edited():
+        if self.state in IDLE_STATES and self.edited():
             self.invalidate()
 
     def wait_loaded(self) -> None:
-        """LOADING → LOADED: wait until the values are there: the device does (on a CPU, the host). Raises
-        what went wrong. The load is not late."""
-        if self._load is not None:
-            self._device.wait_on_device(self._load.wait_issued())  # reshard asks again
-        if self.state is UnitState.LOADING:
-            self._enter(UnitState.LOADED)
+        """Wait until a load has brought its values: the device does (on a CPU, the host). Raises what went
+        wrong. The load is not late."""
+        if self.last_load is not None:
+            self._device.wait_on_device(self.last_load.wait_issued())  # reshard asks again
 
     def gather(self) -> None:
-        """LOADED → GATHERED: get the slices of all ranks. With one rank, its slice is the whole unit: see
-        [Note: load and gather].
+        """LOADING → GATHERED: get the slices of all ranks. With one rank, its slice is the whole unit: see
+        [Note: load and gather]. The load is over.
 
         Raises:
             RankError: another rank failed, or makes another call.
         """
-        if self.state is not UnitState.LOADED:
+        if self.state is not UnitState.LOADING:
             return
         if self._comm.world > 1:
             self._gather.finish(self.runs())
@@ -368,8 +374,8 @@ class ParamUnit(UnitMemory):
     def gather_ahead(self) -> None:
         """Begin to gather a unit that is LOADING: it is used next, on all ranks. Does not wait. The load is
         not late."""
-        if self._load is not None and self.state is UnitState.LOADING:
-            self._gather.begin(self._load, self.runs())
+        if self.last_load is not None and self.state is UnitState.LOADING:
+            self._gather.begin(self.last_load, self.runs())
 
     def unshard(self) -> None:
         """GATHERED → UNSHARDED.
@@ -377,7 +383,8 @@ class ParamUnit(UnitMemory):
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
         """
-        self.check_edited()
+        if self.edited():
+            self.invalidate()
         self._become(UnitState.UNSHARDED)
 
     def idle(self) -> None:
@@ -405,32 +412,32 @@ class ParamUnit(UnitMemory):
 
     def _wait_load(self) -> None:
         """Wait until nothing is on its way to the storage."""
-        load = self._load
-        if load is not None and self._loader is not None:
-            self._loader.start(load)  # where an interrupt came first; once more does nothing
+        load = self.last_load
+        if load is not None:
             load.wait()
-        self._gather.wait()
+        if self._comm.world > 1:
+            self._gather.wait()
         if load is not None and load.error is None:
             # On CUDA the storage was allocated on the compute stream; it must see the copy
             # before the memory is given to something else.
             self._device.wait_on_device(load.event)
             self._read = load.event
-        self._load = None  # not before: an interrupt may end a wait, but not what fills the storage
+        self.last_load = None  # not before: an interrupt may end a wait, but not what fills the storage
 
     def wait_read(self) -> None:
         """Block until no load that was begun reads copies in host memory any more. Any thread that is about
         to change these calls it: for a load that nobody has used nobody else waits."""
-        load = self._load
+        load = self.last_load
         for event in (self._read, None if load is None else load.event):
             if event is not None:
                 wait_over(event)
 
     def reshard(self) -> bool:
-        """LOADING, LOADED or GATHERED → SHARDED: free the storage. The compute parameters were clean, so the
-        engine writes nothing.
+        """LOADING or GATHERED → SHARDED: free the storage. The compute parameters were clean, so the engine
+        writes nothing.
 
         Returns False, and does nothing, if the unit is held: [Note: held units]. With several ranks it goes
-        on all of them at the same time: where it is held it keeps its memory, FILLED, and is filled again.
+        on all of them at the same time: where it is held its memory is kept, and filled again.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; it is freed, the edit is gone.
@@ -438,17 +445,13 @@ class ParamUnit(UnitMemory):
         return self._let_go(keep=False)
 
     def _let_go(self, *, keep: bool) -> bool:
-        self._become(self.state)  # released: from here on nobody makes an alias
         self._wait_load()
         self._late = None
         held = self.is_held()
         if held and not keep and self._comm.world == 1:
             return False
         edited = self.edited()
-        if held:
-            self._enter(UnitState.FILLED)
-        else:
-            self._free()
+        self._leave(kept=held)
         if edited:
             self._forget_edits()
             cure = "edit inside such a block; the values are those from before the edit"
@@ -456,7 +459,7 @@ class ParamUnit(UnitMemory):
         return not held or self._comm.world > 1
 
     def invalidate(self) -> None:
-        """As `reshard`, because another version is about to arrive. A held unit keeps its memory, FILLED.
+        """As `reshard`, because another version is about to arrive. The memory of a held unit is kept.
 
         Raises:
             ParameterChangedError: a parameter was edited since the last use; the edit is gone.
@@ -464,33 +467,33 @@ class ParamUnit(UnitMemory):
         self._let_go(keep=True)
 
     def free_unused(self) -> None:
-        """Free memory that holds nothing: its owner let go, or an interrupt came before its load."""
-        if self.state is UnitState.FILLED:
-            self._wait_load()
-            if not self.is_held():
-                self._free()
+        """Free memory that was kept, if its owner has let go."""
+        if self.kept and not self.is_held():
+            self._leave(kept=False)
 
-    def _free(self) -> None:
-        self._enter(UnitState.FILLED)
-        self.drop()
+    def _leave(self, *, kept: bool) -> None:
+        self.kept = kept
+        if not kept:
+            self.drop()
         self._enter(UnitState.SHARDED)
 
     @property
     def nbytes(self) -> int:
         """Bytes that count as the unit's own on the device. Memory that is held on one rank counts only
         there, and must not influence the decisions of all ranks."""
-        return 0 if self.is_away and not self.waits_for_owner else self.layout.gathered_nbytes
+        there = self.state is not UnitState.SHARDED or (self.kept and self._comm.world == 1)
+        return self.layout.gathered_nbytes if there else 0
 
     @property
     def is_away(self) -> bool:
         """Whether the unit has to be loaded before its next use."""
-        return self.state in (UnitState.SHARDED, UnitState.FILLED)
+        return self.state is UnitState.SHARDED
 
     @property
     def waits_for_owner(self) -> bool:
         """Whether the unit's memory is held, with values from before an update; `refresh` writes the new
         ones."""
-        return self.state is UnitState.FILLED and self._comm.world == 1
+        return self.kept and self._comm.world == 1
 
     @property
     def missing_nbytes(self) -> int:
@@ -514,7 +517,7 @@ class ParamUnit(UnitMemory):
 
     def load_is_over(self) -> bool:
         """Return whether freeing the unit would not wait."""
-        return self._gather.is_over and (self._load is None or self._load.is_over())
+        return self._gather.is_over and (self.last_load is None or self.last_load.is_over())
 
 
 def _edit_of(sharded: ShardedParam, how: str, cure: str) -> ParameterChangedError:

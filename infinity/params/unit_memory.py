@@ -43,6 +43,7 @@ class UnitMemory:
         places = sorted((at, i) for i, at in enumerate(layout.byte_offsets))
         self._starts = [at for at, _ in places]
         self._order = [i for _, i in places]
+        self.first = {at: self.params[i] for at, i in places}  # the parameters by their first byte
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Return a flat view of the unit's storage; `offset` and `nbytes` in bytes."""
@@ -74,8 +75,7 @@ class UnitMemory:
 
     def here(self) -> dict[int, torch.Tensor]:
         """Return the copies that are placed on the device, as bytes, by chunk id."""
-        chunks = self.layout.chunks if self._shard is not None or self.in_place else ()
-        return {chunk.id: self.chunk_view(chunk).view(torch.uint8) for chunk in chunks}
+        return {chunk.id: self.chunk_view(chunk).view(torch.uint8) for chunk in self.layout.chunks}
 
     def values(self, sharded: ShardedParam) -> torch.Tensor:
         """Return the flat values of one of the unit's parameters, in the storage."""

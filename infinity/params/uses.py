@@ -3,9 +3,8 @@
 [Note: uses] A forward, a backward, an operator that needs a unit outside of its scope and a `gathered` block
 are uses. Each says of which kind it is and which units it keeps on the device. Whether a forward or a
 backward is under way, who keeps a unit, and which block takes over a unit's edits are questions to this list.
-(A forward that moves nothing is not in it: [Note: nothing moves].) To reset is to drop uses. torch tells of
-neither a backward that raised nor a forward that an interrupt ended, so a use may be left in the list: the
-next forward from outside drops it.
+To reset is to drop uses. torch tells of neither a backward that raised nor a forward that an interrupt ended,
+so a use may be left in the list: the next forward from outside drops it.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ class UseKind(enum.IntEnum):  # whose hash is that of a number, without a call o
 
     ROOT: a forward of the model. FORWARD: a forward of a scope. RECOMPUTED: a forward of a scope inside of a
     backward, which has ended: it keeps its units until its backward, which follows at once, or until another
-    scope comes. BACKWARD: the backward of a scope. TASK: a backward of autograd, inner ones included.
-    OPERATOR: autograd or an operator needs units outside of their scope. BLOCK: a `gathered` block. ONCE: all
-    units, for a moment.
+    scope comes. BACKWARD: the backward of a scope. OPERATOR: autograd or an operator needs units outside of
+    their scope. BLOCK: a `gathered` block. ONCE: all units, for a moment.
     """
 
     ROOT = enum.auto()
     FORWARD = enum.auto()
     RECOMPUTED = enum.auto()
     BACKWARD = enum.auto()
-    TASK = enum.auto()
     OPERATOR = enum.auto()
     BLOCK = enum.auto()
     ONCE = enum.auto()
@@ -42,15 +39,17 @@ class Use:
         units: the indices of the units that it keeps.
         writes: of these, the units whose edits it takes over when it ends: of a block.
         thread: the number of the thread that began it.
-        task: autograd's number of the backward that it belongs to; -1: none.
     """
 
-    def __init__(self, kind: UseKind, *, task: int = -1) -> None:
+    kind: UseKind
+    units: set[int]
+    writes: Collection[int] = ()
+    thread: int
+
+    def __init__(self, kind: UseKind) -> None:
         self.kind = kind
-        self.units: set[int] = set()
-        self.writes: set[int] = set()
+        self.units = set()
         self.thread = threading.get_ident()
-        self.task = task
 
 
 class Uses:
@@ -60,11 +59,13 @@ class Uses:
     Attributes:
         of: for each kind the uses under way.
         users: for each unit the uses that keep it.
+        tasks: autograd's numbers of the backwards under way, inner ones included.
     """
 
     def __init__(self, units: int) -> None:
         self.of: dict[UseKind, dict[Use, None]] = {kind: {} for kind in UseKind}
         self.users: list[dict[Use, None]] = [{} for _ in range(units)]
+        self.tasks: set[int] = set()
 
     def __iter__(self) -> Iterator[Use]:
         return iter([use for uses in self.of.values() for use in uses])
@@ -121,5 +122,6 @@ class Uses:
     def forget_units(self, units: Collection[int]) -> None:
         """Drop what is kept of `units`, but for what `gathered` blocks keep."""
         for unit in units:
-            for use in [use for use in self.users[unit] if use.kind is not UseKind.BLOCK]:
-                self.drop_units(use, (unit,))
+            for use in [*self.users[unit]]:
+                if use.kind is not UseKind.BLOCK:
+                    self.drop_units(use, (unit,))

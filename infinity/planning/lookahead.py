@@ -23,18 +23,18 @@ class Lookahead:
 
     Attributes:
         away: units that have to be loaded.
-        idle: units that may go.
+        there: units that may go when nothing uses them.
     """
 
     def __init__(self, schedule: Schedule, sizes: Sequence[int], fixed: Collection[int]) -> None:
         self.away: set[int] = set()
-        self.idle: set[int] = set()
+        self.there: set[int] = set()
         self._schedule = schedule
         self._sizes = sizes
         self._fixed = frozenset(fixed)
         self._ungathered: set[int] = set()
         self._lowest = 0  # no unit with a smaller number is ungathered
-        self._keys: dict[int, float] = {}  # the next uses of the idle units
+        self._keys: dict[int, float] = {}  # the next uses of those that may go
         self._heap: list[tuple[float, int]] = []  # of them, the last first; those count that are in `_keys`
         self._epoch = -1
         self._at = self._end = self._gathered = 0  # places: where the stretch begins and ends; see `_ahead`
@@ -50,50 +50,51 @@ class Lookahead:
 
     # -- changes ----------------------------------------------------------------------------
 
-    def put(self, unit: int, *, away: bool, idle: bool, gathered: bool) -> None:
+    def put(self, unit: int, *, away: bool, there: bool, gathered: bool) -> None:
         """Note how a unit is now."""
-        at = self._schedule.order.next_use(unit, self._at) if self._is_current else math.inf
         if not away:
             self.away.discard(unit)
         elif unit not in self.away:
             self.away.add(unit)
-            if at < self._end:
+            if self._end > self._at and self._next_use(unit) < self._end:
                 self._clear()
         if gathered:
             self._ungathered.discard(unit)
         elif unit not in self._ungathered:
             self._ungathered.add(unit)
             self._lowest = min(self._lowest, unit)
-            self._gathered = int(min(self._gathered, at))
-        if not idle:
-            self.idle.discard(unit)
+            if self._gathered > self._at:
+                self._gathered = int(min(self._gathered, self._next_use(unit)))
+        if not there:
+            self.there.discard(unit)
             self._keys.pop(unit, None)
-        elif unit not in self.idle:  # else it is a candidate already, or was taken
-            self.idle.add(unit)
+        elif unit not in self.there:  # else it is a candidate already, or was taken
+            self.there.add(unit)
             self.put_back(unit)
 
+    def _next_use(self, unit: int) -> float:
+        """Return the first place of a unit from `_at` on; infinity: what is kept is not of this record."""
+        current = self._epoch == self._schedule.epoch
+        return self._schedule.order.next_use(unit, self._at) if current else math.inf
+
     def put_back(self, unit: int) -> None:
-        """Make a unit a candidate of `take_farthest`, if it is idle."""
-        if unit in self.idle and self._is_current:
+        """Make a unit a candidate of `take_farthest`, if it may go."""
+        if unit in self.there and self._epoch == self._schedule.epoch:
             key = self._keys[unit] = self._schedule.order.next_use(unit, self._schedule.at)
             heappush(self._heap, (-key, unit))
-            if len(self._heap) > 4 * len(self.idle) + 64:
+            if len(self._heap) > 4 * len(self.there) + 64:
                 self._remake()
 
     def _remake(self) -> None:
         order, at = self._schedule.order, self._schedule.at
-        self._keys = {unit: order.next_use(unit, at) for unit in self.idle}
+        self._keys = {unit: order.next_use(unit, at) for unit in self.there}
         self._heap = [(-key, unit) for unit, key in self._keys.items()]
         heapify(self._heap)
-
-    @property
-    def _is_current(self) -> bool:
-        return self._epoch == self._schedule.epoch
 
     def _follow(self) -> None:
         """Catch up with the schedule."""
         schedule = self._schedule
-        if not self._is_current or schedule.at - self._at > schedule.order.length:
+        if self._epoch != schedule.epoch or schedule.at - self._at > schedule.order.length:
             self._epoch = schedule.epoch
             self._at = self._gathered = schedule.at
             self._clear()
@@ -149,8 +150,9 @@ class Lookahead:
         return not self._again or self._again[0][1] < place
 
     def take_farthest(self, but: Collection[int]) -> tuple[int, float] | None:
-        """Take out the idle unit whose next use is farthest away, but for some; return it with the place of
-        that use (infinity: the record has none). None: there is none. `put_back` undoes it."""
+        """Take out the unit whose next use is farthest away, of those that may go, but for some. Return it
+        with the place of that use (infinity: the record has none). None: there is none. `put_back` undoes
+        it."""
         self._follow()
         found, passed = None, []
         while self._heap and found is None:

@@ -99,6 +99,9 @@ class Schedule:
         self._current.append(unit)
         end = self._begin + self.order.length
         if self.at < end:
+            if self.order.units[self.at - self._begin] == unit:
+                self.at += 1
+                return
             ahead = self.order.next_use(unit, self.at)
             if ahead < end:
                 self.at = int(ahead) + 1

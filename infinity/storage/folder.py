@@ -280,7 +280,13 @@ _OF_PATHS: Final = {
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f unlimited), or write elsewhere",
     errno.ENOSPC: "make room on the drive, or write elsewhere",
+    errno.EROFS: "mount its file system for writing (mount -o remount,rw), or write elsewhere",
 }
+
+
+def cure_of_path(number: int | None) -> str:
+    """Return what to change where a directory, or a file in it, cannot be written, with this error number."""
+    return _OF_PATHS.get(number or 0, "check the directory's permissions and the room on its drive")
 
 
 def failed(what: str, path: str, error: OSError) -> DirectoryError:
@@ -290,5 +296,5 @@ def failed(what: str, path: str, error: OSError) -> DirectoryError:
         errno=error.errno,
         path=path,
         found=error.strerror or str(error),
-        cure=_OF_PATHS.get(error.errno or 0, "check the directory's permissions and the room on its drive"),
+        cure=cure_of_path(error.errno),
     )

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol, TypeVar
 
 
 class Opened(Protocol):
     """What holds the memory of one item, from its read to the end of its writes."""
 
-    def done(self) -> bool:
-        """Return whether `close` would not wait."""
-
-    def close(self) -> None:
-        """Wait for what is under way, and let go of the memory."""
+    def close(self, *, wait: bool = True) -> bool:
+        """Let go of the memory when nothing is under way, and return True; return False where that is not so
+        yet. `wait`: until it is."""
 
 
 _Item = TypeVar("_Item")
@@ -23,9 +21,9 @@ _IO = TypeVar("_IO", bound=Opened)
 
 
 def pipeline(
-    take: Callable[[bool], _Item | None],
+    items: Iterator[_Item] | Callable[[bool], _Item | None],
     open_: Callable[[_Item, bool], _IO | None],
-    read: Callable[[_Item, _IO], None] = lambda _item, _io: None,
+    read: Callable[[_Item, _IO], None] | None = None,
     *,
     closing: deque[_IO] | None = None,
     keep: bool = False,
@@ -36,11 +34,11 @@ def pipeline(
     breaks off, all that is open is closed.
 
     Args:
-        take: returns the next item; None: none is there. Its argument: wait, until there is one or never will
-            be; nothing is open then.
+        items: an iterator; or what returns the next item, None: there is none. Its argument: wait, until
+            there is one or never will be; nothing is open then.
         open_: returns the memory of an item; None: there is none now. Its argument: wait for it; nothing is
             open then, so that nothing of this loop could come home. Or it raises.
-        read: starts the reads of an item that was opened.
+        read: starts the reads of an item that was opened; None: that has done it.
         closing: what was worked on, oldest first; None: a deque of its own. It is empty at the end, unless
             that `keep`s what is left.
         most: items that are read ahead, or written behind.
@@ -50,22 +48,26 @@ def pipeline(
     item: _Item | None = None
     try:
         while True:
-            while closing and (closing[0].done() or len(closing) > most):
-                _close_first(closing)
-            while len(opened) < most and (item := take(False) if item is None else item) is not None:
-                io = open_(item, not (opened or closing))
-                if io is None:
+            while closing and closing[0].close(wait=len(closing) > most):
+                closing.popleft()  # not before: what has no memory for its end is given up with the rest
+            while len(opened) < most:
+                if item is None:
+                    item = items(False) if callable(items) else next(items, None)
+                io = None if item is None else open_(item, not (opened or closing))
+                if item is None or io is None:
                     break
                 opened.append((item, io))
-                read(item, io)
+                if read is not None:
+                    read(item, io)
                 item = None
             if opened:
                 now, io = opened.popleft()
                 closing.append(io)
                 yield now, io
             elif closing and not (keep and item is None):
-                _close_first(closing)
-            elif item is None and (item := take(True)) is None:
+                closing[0].close()
+                closing.popleft()
+            elif item is None and (not callable(items) or (item := items(True)) is None):
                 return
     except BaseException:
         while closing:  # one by one: there may be no memory for a list
@@ -75,18 +77,14 @@ def pipeline(
         raise
 
 
-def _close_first(closing: deque[_IO]) -> None:
-    closing[0].close()
-    closing.popleft()  # not before: what has no memory for its end is given up with the rest
-
-
 def close_all(closing: deque[_IO]) -> None:
     """Close what a pipeline has left, oldest first."""
     while closing:
-        _close_first(closing)
+        closing[0].close()
+        closing.popleft()
 
 
-def abandon(close: Callable[[], None]) -> None:
+def abandon(close: Callable[[], object]) -> None:
     """Make a call that closes something after an error, which is on its way to the user: what fails now comes
     of that, and the store keeps the rest."""
     with contextlib.suppress(Exception):

@@ -28,9 +28,9 @@ from .order import Order
 from .pinned import Lease, PinnedPool
 from .table import ChunkTable
 from .transfer import Piece, Reads, Transfer, check_room, copy_error, crcs_of, with_transfer
-from .versions import Slot, Version, Versions
+from .versions import FIRST, Slot, Version, Versions
 
-__all__ = ["DirectoryStats", "Part", "Reads", "Slot", "Store", "Transfer", "Version"]
+__all__ = ["FIRST", "DirectoryStats", "Part", "Reads", "Slot", "Store", "Transfer", "Version"]
 
 _log = logging.getLogger("infinity.storage")
 #: The tensors over one memory: of `()`, all of it.
@@ -151,7 +151,7 @@ class Store:
         Raises:
             StorageError: it is on NVMe, or it was not `placed`.
         """
-        slot = self.versions.slot(chunk, part, version)
+        slot = self.versions.slot(chunk, part, version) if isinstance(version, Version) else version
         views = self._placed.get((chunk, part, slot))
         if views is None:
             raise StorageError(

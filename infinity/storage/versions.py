@@ -33,6 +33,8 @@ class Version(enum.Enum):
 #: outside of the store computes with it.
 Slot = NewType("Slot", int)
 
+#: The one that is in front at first; of a part with one slot, that.
+FIRST: Final = Slot(0)
 #: Generation of what no update has made.
 _NEVER: Final = -1
 
@@ -67,7 +69,7 @@ class Versions:
         if version is Version.BACK:
             self._need_two(chunk, part)
         if part not in self._front:
-            return Slot(0)
+            return FIRST
         back = version is Version.BACK or (version is Version.NEWEST and self.is_newer(chunk, part))
         return Slot(self._front[part][chunk] ^ back)
 
@@ -82,7 +84,7 @@ class Versions:
         """Return whether any chunk's back is newer than its front."""
         return part in self._front and any(self.is_newer(c, part) for c in range(len(self._chunks)))
 
-    def made(self, chunk: int, part: str, version: Version, generation: int) -> None:
+    def made(self, chunk: int, part: str, version: Version | Slot, generation: int) -> None:
         """Note that the update of number `generation` has made what a version holds now. Where there is one
         slot there is nothing to tell apart."""
         if part in self._front:

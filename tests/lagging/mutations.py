@@ -80,8 +80,7 @@ _EARLY_ENDS = {
     "GradientIO.close",  # what comes has been waited for, but after an error; a write holds its lease itself
     "HostStream.synchronize",
     "Task.pause",
-    "_Worker._copy_oldest: wait_over(load.event)",
-    "_Worker._fail",
+    "_Worker._count",
 }
 _OF_RANKS = {
     "CudaDevice.synchronize: self._aside.synchronize()",
