@@ -181,8 +181,9 @@ class ChunkGradients:
             leaving = self.leaving[0]
             wait = self.recorder.waits()
             leaving.issued.wait()
-            with leaving.buffer.there():
-                self.device.wait_on_device(leaving.copied)
+            if leaving.copied is not None:
+                with leaving.buffer.there():
+                    self.device.wait_on_device(leaving.copied)
             self.leaving.popleft()
             leaving.buffer.free()
             self.recorder.waited(wait, ("reduce", 0))
@@ -232,7 +233,7 @@ class ChunkGradients:
 
     def sum_squares(self) -> None:
         """Compute the squares of all gradients, which are complete."""
-        if not all(entry.is_summed for entry in self.entries.values()):
+        if not all([entry.is_summed for entry in self.entries.values()]):
             self._run(self._sum_squares, "reduce")
 
     def finish_writes(self) -> None:
