@@ -42,7 +42,7 @@ from .activations import Activations
 from .containers import cast, tensors_in
 from .guard import Guard
 from .no_gradients import refuse_backward, without_gradients
-from .phases import Phases
+from .phases import Phases, weak
 
 
 class _ScopeHooks:
@@ -116,7 +116,7 @@ class Hooks:
                 self._handles.append(sharded.param.register_post_accumulate_grad_hook(of_gradient.arrives))
                 if gradients.of_ranks:  # they compare what is in `p.grad` before anything is added to it
                     self._handles.append(sharded.param.register_hook(of_gradient.comes))
-        present, use = _weak(self._present), _weak(self.use)
+        present, use = weak(self._present), weak(self.use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
             if not unit.on_device or residency.has_two_versions:
@@ -216,17 +216,6 @@ class Hooks:
             self.phases.check()
             self.phases.want(units, newest=self.phases.newest, address=address)
         return True
-
-
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method`, which its object is not kept alive by; it answers False after that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        bound = reference()
-        return bound(*args) if bound is not None else False
-
-    return call
 
 
 def _watch_inputs(args: Any, kwargs: Any, end: Callable[[torch.Tensor], None]) -> None:

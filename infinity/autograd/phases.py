@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from _thread import get_ident
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -112,7 +113,7 @@ class Phases:
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
         self._residency = parts.residency
-        self._residency.end_left = self.end_blocks
+        self._residency.end_left = weak(self.end_blocks)  # threads of the engine have the residency
         self._gradients = parts.gradients
         self._updates = parts.updates
         self._updater = parts.updater
@@ -562,6 +563,17 @@ class Phases:
         self.commits.leave(self.token)
         self._gradients.send_all()
         self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED)
+
+
+def weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method`, which its object is not kept alive by; it answers False after that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return bound(*args) if bound is not None else False
+
+    return call
 
 
 def _first(scope: Scope) -> int:
