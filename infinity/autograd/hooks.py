@@ -4,11 +4,19 @@ The engine does not assume that pre- and post-hooks come in pairs. Recomputation
 have no end; its reentrant form and shared layers call hooks twice. So every forward is a use of its
 own ([Note: uses]), and the next forward from outside drops the uses that nothing has ended.
 
-A scope's backward begins when the gradient of one of its outputs arrives (a hook on each), and ends as
-inputs.py describes. A scope without one of these events is settled when the outermost backward ends. In a
+A scope's backward begins when the gradient of one of its outputs arrives (a hook on each), and ends as the
+note describes. A scope without one of these events is settled when the outermost backward ends. In a
 backward that begins elsewhere, the engine loads a unit when autograd unpacks a tensor saved from it
 ([Note: references]), or when a recomputation uses it. A forward that uses a parameter of another scope loads
 the unit, too.
+
+[Note: the end of a scope's backward] Autograd numbers the nodes that a thread creates, and runs the newest
+first: in one backward the numbers of a thread's nodes only fall. So a scope's backward is over
+when a node runs that is older than the scope's first computation. The engine reads the number of the running
+node wherever a backward calls it: at a scope's inputs (by hooks on the tensors themselves, so that the scope
+gets the tensors that its caller passed), at other scopes' outputs, at a recomputation, and when autograd
+unpacks a tensor of a unit that is not on the device. So the end is never too early; a scope that is left is
+over when the backward that began it is over.
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from infinity.params.param import ShardedParam
 from infinity.params.residency import Residency
 from infinity.params.unit import ParamUnit
 
-from . import inputs, saved
+from . import saved
 from .activations import Activations
 from .containers import cast, tensors_in
 from .guard import Guard
@@ -57,7 +65,7 @@ class _ScopeHooks:
         if scope.looks:
             self._hooks.use(scope.looks, False)
         if grad:
-            inputs.watch(args, kwargs, functools.partial(self._phases.input_comes, forward))
+            _watch_inputs(args, kwargs, functools.partial(self._phases.input_comes, forward))
 
     @eager
     @hook
@@ -68,7 +76,7 @@ class _ScopeHooks:
             return
         try:
             if grad:
-                _watch(output, functools.partial(self._phases.begin_scope_backward, forward))
+                _watch_outputs(output, functools.partial(self._phases.begin_scope_backward, forward))
         finally:
             self._phases.release(forward, grad=grad)
 
@@ -104,10 +112,10 @@ class Hooks:
         self._handles.append(model.register_forward_hook(self._leave, always_call=True))
         for sharded in params:
             if sharded.param.requires_grad:
-                hook = _GradientHooks(self, sharded)
-                self._handles.append(sharded.param.register_post_accumulate_grad_hook(hook.arrives))
+                of_gradient = _GradientHooks(self, sharded)
+                self._handles.append(sharded.param.register_post_accumulate_grad_hook(of_gradient.arrives))
                 if gradients.of_ranks:  # they compare what is in `p.grad` before anything is added to it
-                    self._handles.append(sharded.param.register_hook(hook.comes))
+                    self._handles.append(sharded.param.register_hook(of_gradient.comes))
         present, use = _weak(self._present), _weak(self.use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
@@ -221,7 +229,19 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _watch(output: Any, begins: Callable[[torch.Tensor], None]) -> None:
+def _watch_inputs(args: Any, kwargs: Any, end: Callable[[torch.Tensor], None]) -> None:
+    """Register `end`, which a backward calls when the node of one of the inputs is about to run."""
+    seen: set[int] = set()
+    for value in (*args, *kwargs.values()):
+        for tensor in (value,) if type(value) is torch.Tensor else tensors_in(value, objects=False):
+            # What a scope does to a view in place gives its base a new node, and may leave the view's out.
+            for watched in (tensor, tensor._base):
+                if watched is not None and watched.grad_fn is not None and id(watched) not in seen:
+                    seen.add(id(watched))
+                    watched.register_hook(end)
+
+
+def _watch_outputs(output: Any, begins: Callable[[torch.Tensor], None]) -> None:
     """Register `begins`, which a backward calls when the gradient of one of the outputs is there."""
     for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
         # Not a leaf, on which hooks would stay for good: the scope has computed nothing of it.

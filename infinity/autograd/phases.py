@@ -17,7 +17,7 @@ import contextlib
 import time
 from _thread import get_ident
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.autograd.variable import Variable
@@ -112,6 +112,7 @@ class Phases:
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
         self._residency = parts.residency
+        self._residency.end_left = self.end_blocks
         self._gradients = parts.gradients
         self._updates = parts.updates
         self._updater = parts.updater
@@ -120,13 +121,12 @@ class Phases:
         self._recorder = recorder
         self._activations = activations
         self._left = 0  # when the last forward with a graph ended, for traces
-        of = self.uses.of
-        self._of_root, self.tasks = of[UseKind.ROOT], self.uses.tasks
-        self._forwards, self._recomputed, self._backwards = (
-            of[UseKind.FORWARD],
-            of[UseKind.RECOMPUTED],
-            of[UseKind.BACKWARD],
-        )
+        of: dict[UseKind, Any] = self.uses.of
+        self.tasks = self.uses.tasks
+        self._roots: dict[Root, None] = of[UseKind.ROOT]
+        self._forwards: dict[Forward, None] = of[UseKind.FORWARD]
+        self._recomputed: dict[Forward, None] = of[UseKind.RECOMPUTED]
+        self._backwards: dict[Forward, None] = of[UseKind.BACKWARD]
 
     def attach(self, behind: Behind | None) -> None:
         """From now on `behind` updates units in the last backward of a step, if there is one."""
@@ -140,13 +140,6 @@ class Phases:
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward is under way."""
         return not (in_backward() or self.in_forward)
-
-    def _of_scopes(self, kind: UseKind) -> list[Forward]:
-        """Return the forwards of scopes, or their backwards, that are under way, innermost last."""
-        return [use for use in self.uses.of[kind] if isinstance(use, Forward)]
-
-    def _roots(self) -> list[Root]:
-        return [use for use in self.uses.of[UseKind.ROOT] if isinstance(use, Root)]
 
     @property
     def in_forward(self) -> bool:
@@ -259,7 +252,7 @@ class Phases:
             return False
         self.commits.begin(use)
         self.check()
-        if roots := self._roots():
+        if roots := [*self._roots]:
             # torch calls no hook after a KeyboardInterrupt: what it ended is not under way.
             goes_on = max(0, calls_of(module) - 1)
             for root in roots[goes_on:]:
@@ -273,12 +266,12 @@ class Phases:
     def push_root(self, use: object, frame: object) -> None:
         """The root's forward is under way, with `frame` of hooks on saved tensors."""
         self.uses.begin(Root(frame))
-        if (log := self._recorder.log) is not None and len(self._roots()) == 1:
+        if (log := self._recorder.log) is not None and len(self._roots) == 1:
             log.enter(use, "recompute" if in_backward() else "forward", -1)
 
     def leave_root(self, use: object) -> bool:
         """A forward of the root is over, also when it raised; return whether it was the outermost."""
-        roots = self._roots()
+        roots = [*self._roots]
         if roots:
             self.uses.end(roots[-1])
             saved.leave(roots[-1].frame)
@@ -306,7 +299,7 @@ class Phases:
         if forward.recomputes:
             if self._backwards:
                 self.end_passed()
-        elif self._of_root:
+        elif self._roots:
             if self.commits.holder != forward.thread:
                 self.commits.check_thread()
         else:  # not called through the root
@@ -331,8 +324,8 @@ class Phases:
         """This thread's innermost forward of a scope is over, also when it raised; None: it never began,
         for another thread holds the engine lock."""
         me = get_ident()
-        for forward in reversed([*self._forwards]):
-            if isinstance(forward, Forward) and forward.scope is scope and forward.thread == me:
+        for forward in reversed(self._forwards):
+            if forward.scope is scope and forward.thread == me:
                 if forward.frame is not None:
                     saved.leave(forward.frame)
                 return forward
@@ -368,7 +361,7 @@ class Phases:
     def _release_recomputed(self, scope: Scope | None) -> None:
         """Let go of recomputed scopes, but for `scope`."""
         for use in [*self._recomputed]:
-            if isinstance(use, Forward) and use.scope is not scope:
+            if use.scope is not scope:
                 self._residency.release(use)
 
     @commit
@@ -458,33 +451,30 @@ class Phases:
             self._residency.release_wanted()
         forward.over = True
         if self.behind is not None:
-            self._passed(forward)
+            self._passed(forward, self.behind)
         if (log := self._recorder.log) is not None:
             log.leave(forward)
 
-    def _passed(self, forward: Forward) -> None:
-        if self.behind is not None and not forward.passed:
+    def _passed(self, forward: Forward, behind: Behind) -> None:
+        if not forward.passed:
             forward.passed = True
-            self.behind.passed(forward.scope.units)
+            behind.passed(forward.scope.units)
 
     def end_passed(self) -> None:
         """End the backwards of scopes that the node that runs now was made before."""
         node, task = _node_now(), _task_now()
-        number = node._sequence_nr() if node is not None else 2**64  # a backward of this thread is at none
+        number = node._sequence_nr() if node is not None else 2**64  # above all: this thread is at no node
         for forward in [*self._backwards]:
             # on whichever thread it runs
-            if isinstance(forward, Forward) and forward.start > number and forward.task == task:
+            if forward.start > number and forward.task == task:
                 self.end_scope_backward(forward)
 
     @eager
     @hook
     def _backward_ends(self, _: bool, task: int) -> None:
-        self._end_task(task)
-
-    def _end_task(self, task: int) -> None:
         self.tasks.discard(task)
         if self.tasks:
-            for forward in self._of_scopes(UseKind.BACKWARD):
+            for forward in [*self._backwards]:
                 if forward.task == task:
                     self.end_scope_backward(forward)
         else:
@@ -494,9 +484,9 @@ class Phases:
         """The outermost backward is over: all of its gradients are there."""
         self._residency.gather_all()
         self._gradients.reduce_rest()
-        for forward in self._of_scopes(UseKind.BACKWARD):
-            self._passed(forward)
         if self.behind is not None:
+            for forward in self._backwards:
+                self._passed(forward, self.behind)
             self.behind.end()
         if self.in_forward:
             self._reset_backward()  # it was called inside a forward, which goes on
@@ -571,7 +561,7 @@ class Phases:
         self.tasks.clear()
         self.commits.leave(self.token)
         self._gradients.send_all()
-        self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED, UseKind.ONCE)
+        self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED)
 
 
 def _first(scope: Scope) -> int:

@@ -255,29 +255,22 @@ def enter(owner: object, offload: Offload | None = None) -> object:
 
 def leave(frame: object) -> None:
     """Take off what `enter` set, and what was left on top of it."""
-    pairs = _frames.list
-    if isinstance(frame, _Frame) and frame in pairs:
-        while pairs:
-            last = pairs[-1]
-            _pop()
-            if last is frame:
-                return
+    if frame in _frames.list:
+        _pop_to(frame)
 
 
 def leave_all_of(owner: object) -> None:
     """Take off what `owner` has set in this thread, and what was left on top of it."""
-    if any(frame.owner is owner for frame in _frames.list):
-        while _frames.list:
-            last = _frames.list[-1]
-            _pop()
-            if last.owner is owner:
-                return
+    frame = next((frame for frame in reversed(_frames.list) if frame.owner is owner), None)
+    if frame is not None:
+        _pop_to(frame)
 
 
 def leave_left() -> None:
     """Take off what `gathered` blocks that were left have set in this thread, and what is on top of it."""
-    while any(isinstance(frame.owner, Block) and frame.owner.is_left for frame in _frames.list):
-        _pop()
+    for frame in _frames.list:
+        if isinstance(frame.owner, Block) and frame.owner.is_left:
+            return _pop_to(frame)
 
 
 def reset(owner: object) -> None:
@@ -302,6 +295,14 @@ def _push(beneath: Any, offload: Offload | None, owner: object) -> _Frame:
     _frames.list.append(frame)
     _graph._push_saved_tensors_default_hooks(*frame.hooks)
     return frame
+
+
+def _pop_to(frame: object) -> None:
+    while _frames.list:
+        last = _frames.list[-1]
+        _pop()
+        if last is frame:
+            return
 
 
 def _pop() -> None:

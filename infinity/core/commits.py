@@ -48,6 +48,10 @@ _R = TypeVar("_R")
 
 #: Seconds that a call waits for the engine.
 LIMIT: Final = 300.0
+#: Looks in a row, with so many seconds in between, that find the holder in no call of torch's. One look may
+#: miss it: a frame that returns while another thread walks the stack no longer leads to the frames below it.
+_LOOKS: Final = 5
+_BETWEEN: Final = 0.002
 
 
 def in_backward() -> bool:
@@ -180,17 +184,20 @@ class Commits:
     def _wait_for_holder(self, at_once: bool) -> None:
         """Wait until no other thread holds the engine, with the lock free meanwhile, of outer commits too."""
         until = time.monotonic() + self._limit
+        looks, holder = 0, self.holder
         while self.holder:
-            if not self._goes_on():
+            looks = looks + 1 if self.holder == holder and not self._goes_on() else 0
+            holder = self.holder
+            if looks == _LOOKS or not (self._passes or self._dicts or self._lasts()):
                 self._free()
-            elif time.monotonic() > until or (at_once and self._passes):
+            elif not looks and (time.monotonic() > until or (at_once and self._passes)):
                 raise self._in_use()
             else:
                 main = threading.current_thread() is threading.main_thread()
                 handlers.state.waits = handlers.state.waits or main  # no handler runs between these lines
                 taken = self._lock._release_save()
                 try:
-                    self._bell.wait(lambda: not self.holder, POLL)
+                    self._bell.wait(lambda: not self.holder, POLL if not looks else _BETWEEN)
                 finally:
                     self._lock._acquire_restore(taken)
                     handlers.state.waits = handlers.state.waits and not main
@@ -281,8 +288,6 @@ class Commits:
         """Whether the holder is in what it has begun."""
         if self._lasts():
             return True
-        if not (self._passes or self._dicts):
-            return False
         threads = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
         of_python = any(thread.ident == self.holder for thread in threads)
         return is_inside(self.holder) if of_python else is_any_in_backward()

@@ -47,6 +47,7 @@ class UnitBuffer:
 
     Attributes:
         nbytes: that it takes on the device.
+        missing: bytes that `put` would take more than there are, by parameter.
         is_wide: whether it is fp32, what replaces a gradient included.
     """
 
@@ -64,6 +65,9 @@ class UnitBuffer:
         self.nbytes = 0
         self.is_wide = is_wide
         self._keeps = not device.staged and layout.world == 1  # what autograd made, on the host
+        self.missing = dict(layout.gradient_sizes)
+        if not self._keeps:
+            self.missing = dict.fromkeys(layout.gradient_sizes, layout.gradient_nbytes)
         self.there = contextlib.nullcontext if self._keeps else device.carry()
         self._current = None if self._keeps else device.current()
         self._device = device
@@ -81,19 +85,13 @@ class UnitBuffer:
         """Whether nothing but zeros has arrived on this rank, which take no memory."""
         return not self._runs
 
-    def needs(self, index: int) -> int:
-        """Return the bytes that `put` would take more than there are."""
-        if not self._keeps:
-            return 0 if self._runs else self.layout.gradient_nbytes
-        return 0 if index in self._kept else self.layout.params[index].nbytes
-
     def put(self, index: int, grad: torch.Tensor, *, shared: bool = False) -> None:
         """Put `grad` as the gradient of parameter `index`, which counts as soon as `arrivals` has it.
         `shared`: other code may write to `grad`."""
         spec, grad = self.layout.params[index], grad.detach()
         if self._keeps:
             flat = grad.to(spec.dtype).contiguous().view(-1)
-            self.nbytes += 0 if index in self._kept else spec.nbytes
+            self.nbytes += self.missing.pop(index, 0)
             self._kept[index] = flat.clone() if shared and flat.data_ptr() == grad.data_ptr() else flat
             return
         if not self._runs:
@@ -102,6 +100,7 @@ class UnitBuffer:
                 flat = self._device.empty(self.nbytes)
                 runs = self.layout.trainable_runs
                 self._runs = {r.begin: flat[r.begin : r.begin + r.nbytes].view(r.dtype) for r in runs}
+            self.missing.clear()
         with self._in_order():
             self.values(index).view(grad.shape).copy_(grad)
 

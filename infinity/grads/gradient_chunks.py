@@ -181,8 +181,9 @@ class ChunkGradients:
             leaving = self.leaving[0]
             wait = self.recorder.waits()
             leaving.issued.wait()
-            with leaving.buffer.there():
-                self.device.wait_on_device(leaving.copied)
+            if leaving.copied is not None:
+                with leaving.buffer.there():
+                    self.device.wait_on_device(leaving.copied)
             self.leaving.popleft()
             leaving.buffer.free()
             self.recorder.waited(wait, ("reduce", 0))

@@ -101,22 +101,6 @@ class Gradients:
         """Return whether the shards still hold `grad`: [Note: a gradient is a view]."""
         return self._numbers.get(grad.sharded) == grad.number
 
-    def arrived(self, sharded: ShardedParam) -> bool:
-        """Take over what autograd has put into `p.grad`; what it added to ours is here already. Return
-        whether all gradients of its unit have arrived that can.
-
-        Raises:
-            GradientError: `p.grad` is not the parameter's present gradient.
-        """
-        self._take_over(sharded, 1.0 / self.scale, made=True)
-        buffer = self._filling.get(sharded.unit)
-        if buffer is None:
-            return False
-        for other in self.units[sharded.unit].params:
-            if other.index not in buffer.arrivals and other.spec.trainable and other.param.requires_grad:
-                return False
-        return True
-
     def adopt(self, sharded: ShardedParam) -> bool:
         """Take over a gradient that the user put into `p.grad`, which replaces ours and is unscaled, as
         all that users see; return whether there is a gradient.
@@ -124,36 +108,46 @@ class Gradients:
         Raises:
             GradientError: it is a view of other shards, or of what they held before.
         """
-        self._take_over(sharded, 1.0)
+        self.arrived(sharded, made=False)
         return sharded.param.grad is not None
 
-    def _take_over(self, sharded: ShardedParam, factor: float, *, made: bool = False) -> None:
-        grad = sharded.param.grad
+    def arrived(self, sharded: ShardedParam, *, made: bool = True) -> bool:
+        """Take over what is in `p.grad`: autograd has `made` it, of a scaled loss, or added to ours, which is
+        here already; or a user has put it there. Return whether all gradients of its unit have arrived that
+        can.
+
+        Raises:
+            GradientError: `p.grad` is not the parameter's present gradient.
+        """
+        grad: torch.Tensor | None = sharded.param.grad
         if isinstance(grad, ShardedGrad):
             grad.check(sharded)
-            return
-        if grad is None:
-            return
-        if grad.layout is not torch.strided:
-            raise GradientError(
-                f"the gradient of {sharded.name!r} is sparse",
-                expected="dense gradients",
-                found=f"{grad.layout}, as torch.nn.functional.embedding(…, sparse=True) makes it",
-                cure="use sparse=False; convert your own sparse gradient with p.grad.to_dense(). "
-                "`optimizer.zero_grad()` drops this one",
-            )
-        index = sharded.index
-        buffer = self._filling.get(sharded.unit) or self._buffer_for(sharded)
-        if needs := buffer.needs(index):
-            self._taken += needs
-            if self._taken > self._room:
-                self._make_room(sharded.unit, needs)
-        buffer.put(index, grad)
-        self._numbers[sharded] = number = next(self._count)
-        ours = ShardedGrad(sharded, self, number, factor)
-        ours.has_graph = made and grad.requires_grad
-        buffer.arrivals[index] = FRESH
-        sharded.param.grad = ours
+        elif grad is not None:
+            if grad.layout is not torch.strided:
+                raise GradientError(
+                    f"the gradient of {sharded.name!r} is sparse",
+                    expected="dense gradients",
+                    found=f"{grad.layout}, as torch.nn.functional.embedding(…, sparse=True) makes it",
+                    cure="use sparse=False; convert your own sparse gradient with p.grad.to_dense(). "
+                    "`optimizer.zero_grad()` drops this one",
+                )
+            filling = self._filling.get(sharded.unit) or self._buffer_for(sharded)
+            missing = filling.missing.get(sharded.index, 0)
+            self._taken += missing
+            if missing and self._taken > self._room:
+                self._make_room(sharded.unit, missing)
+            filling.put(sharded.index, grad)
+            self._numbers[sharded] = number = next(self._count)
+            ours = ShardedGrad(sharded, self, number, 1.0 / self.scale if made else 1.0)
+            ours.has_graph = made and grad.requires_grad
+            filling.arrivals[sharded.index] = FRESH
+            sharded.param.grad = ours
+        if (buffer := self._filling.get(sharded.unit)) is None:
+            return False
+        for other in self.units[sharded.unit].params:
+            if other.index not in buffer.arrivals and other.spec.trainable and other.param.requires_grad:
+                return False
+        return True
 
     def present(self, params: Iterable[ShardedParam]) -> dict[ShardedParam, ShardedGrad]:
         """Return the gradients of those that have one. Settles what the user did to `p.grad`, and waits until
@@ -222,7 +216,7 @@ class Gradients:
         if waiting is not None and not waiting.zero:  # that goes first
             self.send(self.units[sharded.unit])
             buffer, waiting = self._buffer_for(sharded), None
-        self._make_room(sharded.unit, buffer.needs(index))
+        self._make_room(sharded.unit, buffer.missing.get(index, 0))
         buffer.put(index, other, shared=True)
         # What is added to zero replaces it, and is rounded so, whatever else is in its chunk.
         buffer.arrivals[index] = Arrival(waiting is not None or grad.is_zero, grad.factor * self.scale)
@@ -320,6 +314,9 @@ class Gradients:
             return  # there is nothing to do, and what leaves goes on leaving
         self.chunks.let_go()
         self.chunks.wait(unit.index)
+        self._taken = 0  # of what leaves nothing is left
+        for each in self._filling.values():
+            self._taken += each.nbytes
         del self._filling[unit.index]
         if buffer.arrivals:
             buffer.seal()

@@ -125,10 +125,10 @@ class RankGradients(Gradients):
 
     # -- out of the backward ----------------------------------------------------------------
 
-    def arrived(self, sharded: ShardedParam) -> bool:
-        """Take over what autograd has put into `p.grad`. Return False: ranks reduce a unit where the program
-        says, not where its gradients happen to be there."""
-        super().arrived(sharded)
+    def arrived(self, sharded: ShardedParam, *, made: bool = True) -> bool:
+        """Take over what is in `p.grad`. Return False: ranks reduce a unit where the program says, not where
+        its gradients happen to be there."""
+        super().arrived(sharded, made=made)
         return False
 
     def _buffer_for(self, sharded: ShardedParam) -> UnitBuffer:

@@ -34,7 +34,7 @@ class Blocks:
         block = Block(hold, named, source)
         del hold  # an error that a user keeps has this frame
         self._residency.uses.begin(block)  # before its claims: an interrupt may come in between
-        self._residency.acquire(named, block, note=False, newest=True)
+        self.commits.run(lambda: self._residency.acquire(named, block, note=False, newest=True))
         if write:
             self._edits.begin(block)
         return block

@@ -103,7 +103,7 @@ class Cache:
         """Start to load a unit, in the version that it is to show. Raises what `ParamUnit.load` raises."""
         self._device.trim()
         unit.load(self._loader, self._publisher.slots(unit), urgent=urgent)
-        if unit.is_late:
+        if unit.late is not None:
             self.late.append(unit)
         self.loads += 1
         self.peak = max(self.peak, self.allocated)
@@ -124,7 +124,7 @@ class Cache:
         Raises:
             torch.OutOfMemoryError: the device has no room without them, either.
         """
-        if not unit.is_late:
+        if unit.late is None:
             return
         try:
             unit.begin_late(urgent=True)

@@ -14,7 +14,9 @@ parameters that it updates, so that a graph from before the step fails as it doe
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -27,7 +29,6 @@ from infinity.core.errors import ParameterChangedError, ParameterError, Released
 from infinity.core.stack import frames
 from infinity.planning.partition import ParamSpec
 
-from . import subclass
 from .eager import eager
 from .instead import cure_of, cure_of_pickling, said, writes_to
 
@@ -188,9 +189,27 @@ class PendingParameter(nn.Parameter):
         return _plainly(self, lambda param: param.__reduce_ex__(proto))
 
 
+@functools.cache
+def _variant(base: type, cls: type) -> Any:
+    """Return the class of a parameter of `cls` while its values are away: it derives from `base`, a class of
+    ours, and has the methods of both, and `cls` as `plain`."""
+    if cls is nn.Parameter:
+        return base
+    name = base.__name__.removesuffix("Parameter") + cls.__name__
+    names = {"plain": cls, "__module__": base.__module__}
+    return types.new_class(name, (base, cls), {}, lambda space: space.update(names))
+
+
 def why_not(param: nn.Parameter) -> str:
     """Return what keeps a parameter of a user's class from being released; "" if nothing does."""
-    return subclass.why_not(param, (ReleasedParameter, PendingParameter))
+    cls = type(param)
+    try:
+        for base in (ReleasedParameter, PendingParameter):
+            param.__class__ = _variant(base, cls)
+            param.__class__ = cls
+    except Exception as error:  # whatever the class does where it is derived from
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -356,8 +375,8 @@ class ShardedParam:
         self.unit = unit
         self.index = index
         self.cls = type(param)
-        self.released = subclass.variant(ReleasedParameter, self.cls)  # while a use of the values raises
-        self.pending = subclass.variant(PendingParameter, self.cls)  # while a use waits for them (`on_wait`)
+        self.released = _variant(ReleasedParameter, self.cls)  # while a use of the values raises
+        self.pending = _variant(PendingParameter, self.cls)  # while a use waits for them (`on_wait`)
         self.given_dtype = param.dtype  # at `wrap`
         self.pid = os.getpid()  # a fork has the parameter, and no engine
         self.on_wait: Callable[[], None] | None = None  # waits for the unit's values, restores the class

@@ -48,7 +48,10 @@ class Publisher:
     def slots(self, unit: ParamUnit) -> dict[int, Slot]:
         """Return where the version is that a unit shows, by chunk id."""
         version = Version.NEWEST if unit.newest else Version.FRONT
-        return {c.id: self._versions.slot(c.id, "copy", version) for c in unit.layout.chunks}
+        slots = {}
+        for chunk in unit.layout.chunks:
+            slots[chunk.id] = self._versions.slot(chunk.id, "copy", version)
+        return slots
 
     def wait_published(self, chunk: int) -> None:
         """Block until the back of a chunk on the device may be written again."""

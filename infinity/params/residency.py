@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from infinity.core.commits import Commits, commit
 from infinity.core.errors import ParameterChangedError, ParameterError
@@ -64,6 +64,7 @@ class Residency:
         self._updates = updates
         self._publisher = publisher
         self._recorder = recorder
+        self.end_left: Callable[[], None] = lambda: None  # ends the blocks that were left
         self._awaited: set[ParamUnit] = set()  # held, and placed on the device: `refresh` waits for them
         self._published: dict[int, Sequence[Event]] = {}  # copies to units on the device, by unit: the last
         for unit in units:
@@ -154,7 +155,7 @@ class Residency:
     def use_all(self) -> None:
         """In stage 1, bring every unit to its state after a use: ranks may have used different units."""
         if self._in_order:
-            everything, once = range(len(self.units)), Use(UseKind.ONCE)
+            everything, once = range(len(self.units)), Use(UseKind.OPERATOR)
             self.acquire(everything, once, newest=False, note=False)
             self.release(once)
 
@@ -257,8 +258,9 @@ class Residency:
         `gathered` block."""
         for index in indices:
             unit = self.units[index]
-            # What is placed on the device has its update in the block, unless that is delayed.
-            if unit.users and unit.keepers and (self.has_two_versions or not unit.on_device):
+            if self._is_in_block(unit):
+                self.end_left()  # another thread has left the block, and may not have ended it yet
+            if self._is_in_block(unit):
                 raise ParameterError(
                     f"a call would change the parameters of unit {unit.layout.name!r} inside a `gathered` "
                     "block",
@@ -266,6 +268,11 @@ class Residency:
                     found="a block that is still open",
                     cure="leave `with infinity.gathered(...)` first",
                 )
+
+    def _is_in_block(self, unit: ParamUnit) -> bool:
+        """Return whether a block shows values of a unit that must not change now. A unit that is placed on
+        the device has its update in the block, unless that is delayed."""
+        return bool(unit.users and unit.keepers and (self.has_two_versions or not unit.on_device))
 
     def edited_copies(self) -> list[ParamUnit]:
         """Return the units of which each rank has a copy from its first use on, and of which this one was

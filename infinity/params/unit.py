@@ -93,6 +93,7 @@ class ParamUnit(UnitMemory):
         placed: this rank's shard is placed on the device.
         on_device: the whole unit is placed on the device: the storage holds the compute parameters.
         last_load: the load that fills the storage, or filled it; None while it is empty.
+        late: the slots of a load that has no memory yet: [Note: late loads].
         persistent: not released after use.
     """
 
@@ -127,7 +128,7 @@ class ParamUnit(UnitMemory):
         self._read: Event | None = None  # when the copies of the load before were done
         self._loader: Loader | None = None
         self._flat = torch.empty(0)  # all of the storage, from `bind` on
-        self._late: Mapping[int, Slot] | None = None  # the slots of a load that has no memory yet
+        self.late: Mapping[int, Slot] | None = None
         self._gather = Gather(layout.name, comm, device)
         self._warned = False
         self._trains = trains
@@ -273,7 +274,7 @@ class ParamUnit(UnitMemory):
         except torch.OutOfMemoryError:
             if self._comm.world == 1:
                 raise
-            self._late = slots
+            self.late = slots
             self._become(UnitState.LOADING)
 
     def _begin_load(self, slots: Mapping[int, Slot], *, urgent: bool) -> None:
@@ -287,12 +288,7 @@ class ParamUnit(UnitMemory):
         self.last_load = load
         self.kept = False
         self._become(UnitState.LOADING)
-        self._late = None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the unit is LOADING, and its load found no memory: [Note: late loads]."""
-        return self._late is not None
+        self.late = None
 
     def begin_late(self, *, urgent: bool) -> None:
         """Begin a load that is late.
@@ -300,8 +296,8 @@ class ParamUnit(UnitMemory):
         Raises:
             torch.OutOfMemoryError: the device still has no room; the load stays late.
         """
-        if self._late is not None:
-            self._begin_load(self._late, urgent=urgent)
+        if self.late is not None:
+            self._begin_load(self.late, urgent=urgent)
 
     def put_off(self) -> bool:
         """Give the memory of a load back, and make the load late. Return False if it is no load of several
@@ -313,7 +309,7 @@ class ParamUnit(UnitMemory):
         self._wait_load()
         if not self.is_held():
             self.drop()
-        self._late = load.slots
+        self.late = load.slots
         return True
 
     def expect(self, wait: Callable[[], None]) -> None:
@@ -446,7 +442,7 @@ class ParamUnit(UnitMemory):
 
     def _let_go(self, *, keep: bool) -> bool:
         self._wait_load()
-        self._late = None
+        self.late = None
         held = self.is_held()
         if held and not keep and self._comm.world == 1:
             return False

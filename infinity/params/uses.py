@@ -20,7 +20,7 @@ class UseKind(enum.IntEnum):  # whose hash is that of a number, without a call o
     ROOT: a forward of the model. FORWARD: a forward of a scope. RECOMPUTED: a forward of a scope inside of a
     backward, which has ended: it keeps its units until its backward, which follows at once, or until another
     scope comes. BACKWARD: the backward of a scope. OPERATOR: autograd or an operator needs units outside of
-    their scope. BLOCK: a `gathered` block. ONCE: all units, for a moment.
+    their scope. BLOCK: a `gathered` block.
     """
 
     ROOT = enum.auto()
@@ -29,7 +29,6 @@ class UseKind(enum.IntEnum):  # whose hash is that of a number, without a call o
     BACKWARD = enum.auto()
     OPERATOR = enum.auto()
     BLOCK = enum.auto()
-    ONCE = enum.auto()
 
 
 class Use:

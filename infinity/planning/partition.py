@@ -217,6 +217,11 @@ class UnitLayout:
         return tuple(c for c in self.chunks if c.trainable)
 
     @functools.cached_property
+    def gradient_sizes(self) -> dict[int, int]:
+        """Bytes of the gradient of each trainable parameter, as autograd makes it."""
+        return {index: param.nbytes for index, param in enumerate(self.params) if param.trainable}
+
+    @functools.cached_property
     def trainable_runs(self) -> tuple[GatherRun, ...]:
         """The runs that have gradients: they come first in the gathered storage."""
         return tuple(r for r in self.runs if r.trainable)
