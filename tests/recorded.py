@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import safetensors.torch
@@ -12,8 +13,6 @@ import torch
 
 from infinity.core.errors import CorruptionError, DataError
 from infinity.storage.checkpoints import find
-
-from .test_torch_file import mutated
 
 
 def unpack(archive: Path, folder: Path) -> Path:
@@ -29,6 +28,26 @@ def saved_in(path: str | Path, stem: str) -> dict[str, torch.Tensor]:
     return {} if file is None else safetensors.torch.load_file(file)
 
 
+def mutated(data: bytes, count: int) -> Iterator[bytes]:
+    """The same bytes, each time with a few others, fewer, or more of them."""
+    generator = random.Random(0)
+    for _ in range(count):
+        changed = bytearray(data)
+        for _ in range(generator.choice((1, 1, 2, 5))):
+            at = generator.randrange(len(changed))
+            match generator.randrange(4):
+                case 0:
+                    changed[at] = generator.randrange(256)
+                case 1:
+                    changed[at : at + generator.randrange(1, 9)] = b""
+                case 2:
+                    changed[at:at] = generator.randbytes(generator.randrange(1, 5))
+                case _:
+                    begin = generator.randrange(len(changed))
+                    changed[at:at] = changed[begin : begin + generator.randrange(1, 40)]
+        yield bytes(changed)
+
+
 def check_damage(
     file: Path,
     read: Callable[[str], str],
@@ -41,7 +60,7 @@ def check_damage(
     changed no value (and, if `strict`, no name). Return how many were errors."""
     whole, errors = file.read_bytes(), 0
     cut = (whole[:length] for length in range(0, len(whole), len(whole) // 5))
-    for data in [*mutated(whole, 0, 12), *cut]:
+    for data in [*mutated(whole, 12), *cut]:
         file.write_bytes(data)
         try:
             path = read(str(out))

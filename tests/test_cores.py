@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from pathlib import Path
 
@@ -95,14 +94,6 @@ def test_the_pool_follows_the_limits_and_torch_stays(monkeypatch: pytest.MonkeyP
         cpu_adam.set_threads(None)
         assert cpu_adam.threads() == threads
     assert torch.get_num_threads() == before
-
-
-def test_who_may_not_ask_has_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(_: int) -> None:
-        raise PermissionError(errno.EPERM, "forbidden")
-
-    monkeypatch.setattr(cores.os, "sched_getaffinity", forbidden)
-    assert len(cores.allowed_cpus()) == os.cpu_count()
 
 
 # ---- NUMA ----

@@ -139,19 +139,6 @@ def test_a_drive_without_room_for_the_model_as_it_is_built(capsys: pytest.Captur
                 train(*arguments)
 
 
-@pytest.mark.root
-def test_two_drives_of_unequal_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is checked; together they would have the room. Scratch goes where there is room."""
-    with drives(3 * MiB, 64 * MiB) as both:
-        named = [w for drive in both for w in ("--nvme", drive)]
-        check_cures(capsys, [*SMALL, *SHORT, *CHUNKS, *ON_NVME, *named])
-        _, result = command(capsys, "plan", *SMALL, *SHORT, *CHUNKS, *ON_NVME, *named)
-    with drives(result["standing"][0]["arenas"], 64 * MiB) as both:
-        arguments = [*SMALL, *SHORT, *CHUNKS, *ON_NVME, "--nvme", both[0], "--nvme", both[1]]
-        assert command(capsys, "plan", *arguments)[0] == 0
-        train(*arguments)
-
-
 @pytest.mark.integration
 def test_a_70_b_model_is_not_sent_round_in_circles(capsys: pytest.CaptureFixture[str]) -> None:
     """Host, then NVMe, then host again: here each cure is for all tiers at once."""

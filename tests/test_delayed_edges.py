@@ -78,6 +78,27 @@ def test_a_step_inside_gathered_is_refused(tmp_path: Path) -> None:
 
 
 @placements
+def test_a_forward_without_a_graph_and_a_step_without_gradients(placement: str, tmp_path: Path) -> None:
+    """In training mode a forward uses the older values, in `eval()` the newest: that of a part, too."""
+    this, model, adam = started(tmp_path, placement, 2)
+    with closing(adam), torch.no_grad():
+        older = model.state_dict()["head.weight"].clone()
+        with torch.enable_grad():
+            step(this, adam, 2)
+        newest, x = model.state_dict()["head.weight"], torch.randn(2, older.shape[1])
+        assert not torch.equal(older, newest)
+        for training, weight in ((True, older), (False, newest)):
+            assert torch.equal(model.head.train(training)(x), nn.functional.linear(x, weight))
+        seen = this.loss(model.train(), this.batches[0]).item()
+        assert seen != glance(this)
+        assert not any(unit.keepers for unit in engine_of(model).units)
+        with torch.enable_grad():
+            assert step(this, adam, 0) == seen
+        adam.step()  # nothing is updated, and the newest values are all that there is
+        assert this.loss(model.train(), this.batches[0]).item() == glance(this)
+
+
+@placements
 def test_what_gathered_and_a_state_dict_show_stays(placement: str, tmp_path: Path) -> None:
     this, model, adam = started(tmp_path, placement)
     with closing(adam):

@@ -24,7 +24,6 @@ from infinity.core.errors import (
     InfinityError,
 )
 from infinity.core.sizes import KiB, MiB
-from infinity.hardware.aio import available_backends
 
 from .command_line import mounted, started
 
@@ -193,24 +192,6 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 # ---- the load: what is written is what is read ----
-
-
-@pytest.mark.parametrize(("pattern", "shape"), [("write", "sequential"), ("mixed", "single")])
-def test_passes_end_with_the_bytes_that_they_should(pattern: str, shape: str, tmp_path: Path) -> None:
-    job = Job(pattern, single=shape == "single", chunk=MiB)
-    with load(tmp_path) as mine:
-        verdicts = available_backends(str(tmp_path))
-        for backend in (name for name, verdict in verdicts.items() if verdict == "ok"):
-            settings = SETTINGS._replace(backend=backend)
-            with mine.ring(settings) as ring:
-                for _ in range(3):
-                    tally = run_pass([(mine, ring)], settings, job, 0.02)
-                    assert tally.written > 0
-                    assert (tally.read > 0) == (pattern == "mixed")
-                    assert pattern == "write" or abs(tally.read - tally.written) <= MiB
-                before = mine.verified
-                mine.verify(ring, settings, job, 1 << 40)
-                assert mine.verified > before
 
 
 @pytest.mark.parametrize("kind", ["flipped", "lost"])

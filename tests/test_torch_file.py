@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import random
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,42 +117,3 @@ def test_a_tensor_is_within_its_storage(tmp_path: Path) -> None:
             assert not is_dense(load_saved(str(path)))
         except (CorruptionError, DataError):
             continue
-
-
-def mutated(data: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """The same bytes, each time with a few others, fewer, or more of them."""
-    generator = random.Random(seed)
-    for _ in range(count):
-        changed = bytearray(data)
-        for _ in range(generator.choice((1, 1, 2, 5))):
-            at = generator.randrange(len(changed))
-            kind = generator.randrange(4)
-            if kind == 0:
-                changed[at] = generator.randrange(256)
-            elif kind == 1:
-                changed[at : at + generator.randrange(1, 9)] = b""
-            elif kind == 2:
-                changed[at:at] = generator.randbytes(generator.randrange(1, 5))
-            else:
-                begin = generator.randrange(len(changed))
-                changed[at:at] = changed[begin : begin + generator.randrange(1, 40)]
-            changed = changed or bytearray(b".")
-        yield bytes(changed)
-
-
-def test_mutated_files_are_right_or_refused(tmp_path: Path) -> None:
-    saved = {"a": torch.arange(9.0), "b": [torch.arange(4), "text"], "c": Thing()}
-    path = tmp_path / "file.pt"
-    torch.save(saved, path)
-    errors = 0
-    for data in mutated(path.read_bytes(), 0, 300):
-        path.write_bytes(data)
-        try:
-            read = load_saved(str(path))
-        except (CorruptionError, DataError):
-            errors += 1
-            continue
-        assert torch.equal(read["a"], torch.arange(9.0))
-        assert read["b"][1] == "text"
-        assert read["c"].attribute("name") == "a"
-    assert errors > 50
