@@ -555,7 +555,12 @@ def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
 
 
 def _compute_on_device(
-    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.Segment], *, delayed: bool
+    tiers: Tiers,
+    update: ChunkUpdate,
+    io: ChunkIO,
+    segments: Sequence[cpu_adam.Segment],
+    *,
+    delayed: bool,
 ) -> None:
     """Update a chunk there, with the same bits; when this returns, all of it is done."""
     grad = _gradient_on_device(tiers, update, io)
