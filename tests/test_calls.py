@@ -71,9 +71,12 @@ def counted(units: int) -> collections.Counter[tuple[str, bool]]:
 def test_calls_per_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "check", None)  # which has each lock make calls of its own
     monkeypatch.setattr(locks, "before_wait", None)
-    few, many = counted(20), counted(40)
-    each = {
-        phase: tuple((many[phase, mine] - few[phase, mine]) / 20 for mine in (True, False)) for phase in MOST
-    }
-    for phase, most in MOST.items():
-        assert all(found <= limit for found, limit in zip(each[phase], most, strict=True)), each
+    each = {(phase, mine): 1e9 for phase in MOST for mine in (True, False)}
+    for _ in range(5):  # where a wait did wait, or a worker slept in between, calls come on top
+        few, many = counted(20), counted(40)
+        each = {key: min(least, (many[key] - few[key]) / 20) for key, least in each.items()}
+        if all(
+            each[phase, True] <= most[0] and each[phase, False] <= most[1] for phase, most in MOST.items()
+        ):
+            return
+    pytest.fail(f"calls per unit: {each}, at most {MOST}")

@@ -189,6 +189,8 @@ class HostDevice:
         self._h2d.close()
         self._d2h.close()
         self.reuse(0)
+        self._trim_after = 0
+        self.trim()
 
 
 def _copier(
