@@ -113,7 +113,7 @@ def test_what_is_placed_on_the_host_is_what_was_planned(tmp_path: Path) -> None:
 def test_host_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Two sizes, everything on NVMe: the peak stays within the budgets plus activations, and its slope is far
     below a byte per parameter. In a cgroup with a third of its state, the large one gives the same bits."""
-    width, layers = 512, (4, 24)
+    width, layers = 512, (4, 27)
     small, large = (train(tmp_path, count, width, dtype="bf16") for count in layers)
     for result in (small, large):
         assert result["device"] <= 40 * MIB
