@@ -263,8 +263,6 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert result["nvme"]["optimizer state"] == pytest.approx(elements * 8, rel=0.05)  # Lion's, with masters
     assert result["per_step"]["tokens"] == 32 * 256
     assert result["notes"] == config_from(settings, SimpleNamespace(bf16=True, fp16=False))[1]
-    assert run(["plan", "--preset", "10m", "--device", "cpu", "--deepspeed", str(file)]) == 0
-    assert "- bf16.check_grad_overflow = true: DeepSpeed skips" in capsys.readouterr().out
     more = ("--parameters", "device", "--batch", "1", "--optimizer-state", "host", "--dtype", "fp16")
     code, result = plan(capsys, "--deepspeed", str(file), *more)
     assert (code, result["dtype"], result["per_step"]["tokens"]) == (0, "fp16", 2 * 256)
@@ -277,13 +275,7 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     settings["fp16"], settings["bf16"] = {"enabled": True, "loss_scale": 128}, {"enabled": False}
     file.write_text(json.dumps(settings), encoding="utf-8")
     code, result = plan(capsys, "--deepspeed", str(file), "--dtype", "fp16")
-    assert 'write "loss_scale": 0' in result["error"]["cure"]
-    settings = {"train_batch_size": 32, "zero_optimization": {}}
-    settings["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
-    file.write_text(json.dumps(settings), encoding="utf-8")
-    code, result = plan(capsys, "--deepspeed", str(file))
-    assert code == 2
-    assert "zero_optimization.zenflow" in result["error"]["found"]
+    assert (code, 'write "loss_scale": 0' in result["error"]["cure"]) == (2, True)
 
 
 # ---- schedulers ----

@@ -207,7 +207,7 @@ def adapted(kind: str) -> Any:
     return peft.get_peft_model(model, makers.get(kind, peft.LoraConfig)(task_type="CAUSAL_LM", **settings))
 
 
-def train_adapted(wrap: Wrap, out: Path, seen: Seen, kind: str) -> Any:
+def adapters(kind: str, wrap: Wrap, out: Path, seen: Seen) -> None:
     model = adapted(kind)
     model, optimizer = wrap(model, adamw(model))
     for step in range(STEPS):
@@ -219,22 +219,14 @@ def train_adapted(wrap: Wrap, out: Path, seen: Seen, kind: str) -> Any:
         seen.losses.append(loss.item())
     seen.keep(model.state_dict())
     model.save_pretrained(out)
-    return model
-
-
-def adapters(kind: str) -> Callable[[Wrap, Path, Seen], None]:
-    def run(wrap: Wrap, out: Path, seen: Seen) -> None:
-        train_adapted(wrap, out, seen, kind)
-        saved = need("peft").PeftModel.from_pretrained(llama(), out).eval()
-        with torch.no_grad():
-            seen.losses.append(saved(input_ids=tokens(0), labels=tokens(0)).loss.item())
-
-    return run
+    saved = need("peft").PeftModel.from_pretrained(llama(), out).eval()
+    with torch.no_grad():
+        seen.losses.append(saved(input_ids=tokens(0), labels=tokens(0)).loss.item())
 
 
 CASES: dict[str, Callable[[Wrap, Path, Seen], None]] = {
     "accelerate": accelerate,
-    **{f"PEFT, {kind}": adapters(kind) for kind in ("lora", "prompt", "saved")},
+    **{f"PEFT, {kind}": functools.partial(adapters, kind) for kind in ("lora", "prompt", "saved")},
 }
 
 
