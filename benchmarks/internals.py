@@ -37,7 +37,7 @@ def pinned(device: torch.device, nbytes: int) -> Iterator[list[torch.Tensor]]:
 def updated_in_backward(optimizer: Any) -> Callable[[], int]:
     """Return what says how many units the last backward has begun to update before it ended: those of
     ``update="backward"``, which `Behind.end` has not to update any more."""
-    behind, count = engine_of(optimizer).optimizer.behind, 0
+    behind, count = engine_of(optimizer).optimizer.backward_update, 0
     if behind is None:
         return lambda: 0
     end = behind.end

@@ -7,7 +7,8 @@ from typing import Any
 
 project = "infinity"
 author = "The authors of infinity"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+myst_fence_as_directive = ["mermaid"]
 root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/README.md"]
 exclude_patterns = [".*", "build", "infinity", "csrc", "tests", "benchmarks/results"]

@@ -22,7 +22,7 @@ from infinity.core import locks
 
 PACKAGE = str(Path(infinity.__file__).parent)
 #: Calls of Python per unit: on the thread that trains, and on all others. A file that polls is not counted.
-MOST = {"forward": (40, 1), "backward": (75, 38), "step": (80, 62)}
+MOST = {"forward": (39, 1), "backward": (68, 36), "step": (80, 62)}
 POLLS = ("waiting.py", "handlers.py")
 
 

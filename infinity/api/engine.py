@@ -31,7 +31,7 @@ from infinity.hardware.cores import node_for
 from infinity.hardware.device import Device, open_device
 from infinity.hardware.ranks import PATIENCE, Alone, Comm
 from infinity.optim import misuse
-from infinity.optim.behind import Parts
+from infinity.optim.backward_update import Parts
 from infinity.optim.blocks import Blocks
 from infinity.optim.chunk_io import Tiers
 from infinity.optim.edits import Edits
@@ -325,9 +325,9 @@ class Engine:
         self._optimizer: OffloadOptimizer | None = None
         if optimizer is not None and rule is not None:
             self._optimizer = OffloadOptimizer(
-                optimizer, parts, self.config, self.params, rule=rule, seams=self.phases
+                optimizer, parts, self.config, self.params, rule=rule, lifecycle=self.phases
             )
-            self.phases.attach(self._optimizer.behind)
+            self.phases.attach(self._optimizer.backward_update)
         token, blocks = self.phases.token, self.phases.blocks
         ends = functools.partial(
             _shut_down,

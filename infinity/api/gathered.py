@@ -156,7 +156,7 @@ def gradient(param: nn.Parameter) -> torch.Tensor | None:
         StorageError: a transfer or an update failed.
     """
     engine = engine_of(param)
-    engine.phases.check(looks=True)
+    engine.phases.check(reads_only=True)
     engine.gradients.reduce_waiting()
     grad = param.grad
     if grad is None:

@@ -530,5 +530,5 @@ class _Loading:
         comm = self._engine.comm
         if self._random[0] is not None:  # imported from a program that saves none
             set_random_states(self._random, comm.rank, comm.world, self._engine.device.torch_device)
-        self._engine.phases.mended()
+        self._engine.phases.mark_consistent()
         self._engine.optimizer.zero_grad()

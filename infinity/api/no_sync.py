@@ -40,7 +40,7 @@ class NoSync:
                 stacklevel=3,
             )
         gradients = self._gradients()
-        with gradients.apart() if gradients is not None else contextlib.nullcontext():
+        with gradients.no_sync() if gradients is not None else contextlib.nullcontext():
             yield
 
     def remove(self) -> None:

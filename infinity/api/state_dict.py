@@ -72,8 +72,8 @@ def install(model: nn.Module, engine: _StateDictEngine) -> list[RemovableHandle]
 
     def save_begins(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         engine.phases.check()
-        if engine.phases.behind is not None:
-            engine.phases.behind.check_outside("`state_dict()`")
+        if engine.phases.backward_update is not None:
+            engine.phases.backward_update.check_outside("`state_dict()`")
         lock.enter(module)
         try:
             engine.phases.reset_abandoned()  # what a backward that raised was using shows an older version

@@ -42,7 +42,7 @@ from .activations import Activations
 from .containers import cast, tensors_in
 from .guard import Guard
 from .no_gradients import refuse_backward, without_gradients
-from .phases import Phases
+from .phases import Phases, weak
 
 
 class _ScopeHooks:
@@ -62,8 +62,8 @@ class _ScopeHooks:
         scope = self._scope
         self._guard.check_scope(scope)
         forward = self._phases.enter(scope, grad=grad)
-        if scope.looks:
-            self._hooks.use(scope.looks, False)
+        if scope.inspected_units:
+            self._hooks.use(scope.inspected_units, False)
         if grad:
             _watch_inputs(args, kwargs, functools.partial(self._phases.input_comes, forward))
 
@@ -113,10 +113,12 @@ class Hooks:
         for sharded in params:
             if sharded.param.requires_grad:
                 of_gradient = _GradientHooks(self, sharded)
-                self._handles.append(sharded.param.register_post_accumulate_grad_hook(of_gradient.arrives))
+                self._handles.append(
+                    sharded.param.register_post_accumulate_grad_hook(of_gradient.post_accumulate)
+                )
                 if gradients.of_ranks:  # they compare what is in `p.grad` before anything is added to it
-                    self._handles.append(sharded.param.register_hook(of_gradient.comes))
-        present, use = _weak(self._present), _weak(self.use)
+                    self._handles.append(sharded.param.register_hook(of_gradient.pre_accumulate))
+        present, use = weak(self._present), weak(self.use)
         self.keys = []  # of units that are saved as references
         for unit in residency.units:
             if not unit.on_device or residency.has_two_versions:
@@ -218,17 +220,6 @@ class Hooks:
         return True
 
 
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method`, which its object is not kept alive by; it answers False after that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        bound = reference()
-        return bound(*args) if bound is not None else False
-
-    return call
-
-
 def _watch_inputs(args: Any, kwargs: Any, end: Callable[[torch.Tensor], None]) -> None:
     """Register `end`, which a backward calls when the node of one of the inputs is about to run."""
     seen: set[int] = set()
@@ -258,14 +249,14 @@ class _GradientHooks:
 
     @eager
     @hook
-    def comes(self, _: bool, grad: torch.Tensor) -> None:
+    def pre_accumulate(self, _: bool, grad: torch.Tensor) -> None:
         """The gradient is there, and not added to `p.grad` yet."""
         if (hooks := self._hooks()) is not None:
             hooks.phases.begin_backward()
 
     @eager
     @hook
-    def arrives(self, _: bool, param: torch.Tensor) -> None:
+    def post_accumulate(self, _: bool, param: torch.Tensor) -> None:
         """The gradient is in `p.grad`."""
         hooks, sharded = self._hooks(), self._sharded()
         if hooks is None or sharded is None:
@@ -274,7 +265,7 @@ class _GradientHooks:
         is_complete = gradients.arrived(sharded)
         if torch._C._current_graph_task_id() not in phases.tasks:
             phases.begin_backward()
-        if phases.behind is not None:
-            phases.behind.came(sharded)
+        if phases.backward_update is not None:
+            phases.backward_update.came(sharded)
         if is_complete:
             gradients.reduce(hooks.residency.units[sharded.unit])

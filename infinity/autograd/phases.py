@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from _thread import get_ident
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,7 @@ from infinity.core.commits import commit, hook, in_backward
 from infinity.core.errors import ClosedError, ParameterError
 from infinity.core.spans import Recorder, now
 from infinity.core.stack import calls_of, is_called
-from infinity.optim.behind import Behind, Parts
+from infinity.optim.backward_update import BackwardUpdate, Parts
 from infinity.optim.blocks import Blocks
 from infinity.params.discover import Scope
 from infinity.params.eager import eager
@@ -104,15 +105,17 @@ class Phases:
         self.blocks = Blocks(parts.residency, parts.edits)
         self.token = saved.Forwards()  # whose hooks on saved tensors are ours
         self.closed = ""  # why, when it is
-        self._partly = ""  # what has ended early, and left the parameters and their state not of one step
-        self.behind: Behind | None = None  # see `attach`
+        self._inconsistent = (
+            ""  # what has ended early, and left the parameters and their state not of one step
+        )
+        self.backward_update: BackwardUpdate | None = None  # see `attach`
         self._has_graph = False  # the forward that began from outside, but for what it checkpoints
         self.newest = False  # the version that what is under way uses: [Note: two versions]
         self._of_graph = False  # the one that the last forward with a graph used
         self.times = {"step": 0.0, "update": 0.0}
         self._last_step_end: float | None = None
         self._residency = parts.residency
-        self._residency.end_left = self.end_blocks
+        self._residency.end_left = weak(self.end_blocks)  # threads of the engine have the residency
         self._gradients = parts.gradients
         self._updates = parts.updates
         self._updater = parts.updater
@@ -128,9 +131,9 @@ class Phases:
         self._recomputed: dict[Forward, None] = of[UseKind.RECOMPUTED]
         self._backwards: dict[Forward, None] = of[UseKind.BACKWARD]
 
-    def attach(self, behind: Behind | None) -> None:
+    def attach(self, backward_update: BackwardUpdate | None) -> None:
         """From now on `behind` updates units in the last backward of a step, if there is one."""
-        self.behind = behind
+        self.backward_update = backward_update
 
     def close(self, why: str) -> None:
         """Refuse all that follows, because of the first `why`."""
@@ -153,17 +156,17 @@ class Phases:
     @property
     def usable(self) -> bool:
         """Whether the engine is open, and its values are of one moment."""
-        return not self.closed and not self._partly
+        return not self.closed and not self._inconsistent
 
-    def check(self, *, looks: bool = False) -> None:
+    def check(self, *, reads_only: bool = False) -> None:
         """Raise what failed in the background, that the engine is closed, or that a `step()` comes first, but
         for who only `looks` at gradients. End `gathered` blocks that were left and did not come to their
         end."""
         saved.leave_left()
         backward = in_backward()
         self._check(backward=backward)
-        if self.behind is not None and not (backward or looks):
-            self.behind.check_stepped("a use of the model or its state")
+        if self.backward_update is not None and not (backward or reads_only):
+            self.backward_update.check_stepped("a use of the model or its state")
 
     @commit
     def _check(self, *, backward: bool) -> None:
@@ -178,11 +181,11 @@ class Phases:
         self.end_blocks()
         if not backward:
             self.note_lost()
-        if self._partly:
+        if self._inconsistent:
             raise ParameterError(
                 "some parameters and their state may be from another step, or from a checkpoint",
                 expected="a complete step or load",
-                found=self._partly,
+                found=self._inconsistent,
                 cure="load a whole checkpoint, with `infinity.load`; or build the model again",
             )
         self._updates.check()
@@ -194,29 +197,29 @@ class Phases:
 
     def note_lost(self) -> None:
         """Note what a backward that did not come to its end has updated: it cannot be taken back."""
-        if self.behind is not None and not in_backward() and self.behind.abandon():
+        if self.backward_update is not None and not in_backward() and self.backward_update.abandon():
             self.lose('with update="backward", the last backward of a step, which raised or was interrupted')
 
     def lose(self, found: str) -> None:
         """Refuse to go on until a load succeeds, because of what was `found`."""
-        self._partly = found
-        if self.behind is not None:
-            self.behind.forget()
+        self._inconsistent = found
+        if self.backward_update is not None:
+            self.backward_update.forget()
 
     @contextlib.contextmanager
     def beginning_load(self) -> Iterator[None]:
         """A block in which a load begins: it may use what is lost, and stays lost if the block raises."""
         self.note_lost()
-        before, self._partly = self._partly, ""
+        before, self._inconsistent = self._inconsistent, ""
         try:
             yield
         except BaseException:
-            self._partly = self._partly or before
+            self._inconsistent = self._inconsistent or before
             raise
 
-    def mended(self) -> None:
+    def mark_consistent(self) -> None:
         """Go on: a load is complete."""
-        self._partly = ""
+        self._inconsistent = ""
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -306,8 +309,8 @@ class Phases:
             forward.outside = True
             self.begin_forward(forward, training=scope.module.training, grad=grad)
             forward.newest = self.newest
-        if self.behind is not None and self._has_graph and not forward.recomputes:
-            self.behind.visit(scope.units)
+        if self.backward_update is not None and self._has_graph and not forward.recomputes:
+            self.backward_update.visit(scope.units)
         if self._recomputed:
             self._release_recomputed(scope)
         if self._residency.wanted:
@@ -390,12 +393,12 @@ class Phases:
         """Its gradients join what is in `p.grad`; an update may follow, of the first units first."""
         saved.leave_left()
         self._check(backward=True)
-        if self.behind is not None:
-            self.behind.check_begin()
+        if self.backward_update is not None:
+            self.backward_update.check_begin()
         self._residency.show(newest=self._of_graph)
         self._gradients.begin_backward()
-        if self.behind is not None and self._gradients.is_last and not self._updates.busy():
-            self.behind.begin()
+        if self.backward_update is not None and self._gradients.is_last and not self._updates.busy():
+            self.backward_update.begin()
         elif not self._updates.busy():
             units = self._residency.cache.forward_order()
             self._updater.read_ahead(c for u in units for c in u.layout.trainable_chunks)
@@ -421,8 +424,10 @@ class Phases:
             self._release_recomputed(forward.scope)
         self.newest = forward.newest
         units = forward.scope.units
-        if self.behind is not None:  # an output that is handed on has its gradient last: nothing reads them
-            units = tuple(unit for unit in units if not self.behind.has_updated(unit))
+        if (
+            self.backward_update is not None
+        ):  # an output that is handed on has its gradient last: nothing reads them
+            units = tuple(unit for unit in units if not self.backward_update.has_updated(unit))
         self._residency.acquire(units, forward, newest=self.newest)
         if self._recomputed:
             self._release_recomputed(None)
@@ -450,15 +455,15 @@ class Phases:
         if self._residency.wanted:
             self._residency.release_wanted()
         forward.over = True
-        if self.behind is not None:
-            self._passed(forward, self.behind)
+        if self.backward_update is not None:
+            self._passed(forward, self.backward_update)
         if (log := self._recorder.log) is not None:
             log.leave(forward)
 
-    def _passed(self, forward: Forward, behind: Behind) -> None:
+    def _passed(self, forward: Forward, backward_update: BackwardUpdate) -> None:
         if not forward.passed:
             forward.passed = True
-            behind.passed(forward.scope.units)
+            backward_update.passed(forward.scope.units)
 
     def end_passed(self) -> None:
         """End the backwards of scopes that the node that runs now was made before."""
@@ -484,10 +489,10 @@ class Phases:
         """The outermost backward is over: all of its gradients are there."""
         self._residency.gather_all()
         self._gradients.reduce_rest()
-        if self.behind is not None:
+        if self.backward_update is not None:
             for forward in self._backwards:
-                self._passed(forward, self.behind)
-            self.behind.end()
+                self._passed(forward, self.backward_update)
+            self.backward_update.end()
         if self.in_forward:
             self._reset_backward()  # it was called inside a forward, which goes on
         else:
@@ -506,8 +511,8 @@ class Phases:
     def finish(self) -> None:
         """End what was left under way, and wait for every update."""
         self._updates.check()
-        if self.behind is not None:
-            self.behind.check_stepped("a use of the model or its state")
+        if self.backward_update is not None:
+            self.backward_update.check_stepped("a use of the model or its state")
         self._finish()
 
     @commit
@@ -562,6 +567,17 @@ class Phases:
         self.commits.leave(self.token)
         self._gradients.send_all()
         self._residency.drop(UseKind.BACKWARD, UseKind.RECOMPUTED)
+
+
+def weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method`, which its object is not kept alive by; it answers False after that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        return bound(*args) if bound is not None else False
+
+    return call
 
 
 def _first(scope: Scope) -> int:

@@ -73,7 +73,7 @@ class Gradients:
         self.chunks = chunks
         self.scale = scale
         self._backwards = self._before = 0  # that have begun, and those before the last step
-        self._apart = False  # whether reductions wait, whatever the number of a step's backwards is
+        self._no_sync = False  # whether reductions wait, whatever the number of a step's backwards is
         self._comm = comm
         #: Of the shards of this rank alone; where it has the whole, the other ranks have the same.
         self._own = [chunk for unit in units for _, chunk in unit.layout.chunks_of(comm.rank)]
@@ -275,7 +275,7 @@ class Gradients:
     def is_last(self) -> bool:
         """Whether the backward that has begun last is the last of a step, as `Config(accumulation)` says."""
         of = self._updates.accumulation
-        return of is not None and not self._apart and (self._backwards - self._before) % of == 0
+        return of is not None and not self._no_sync and (self._backwards - self._before) % of == 0
 
     @property
     def are_new(self) -> bool:
@@ -291,13 +291,13 @@ class Gradients:
         self.scale = scale
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """A block in which no backward is the last of a step: gradients stay on their rank (`no_sync`)."""
-        before, self._apart = self._apart, True
+        before, self._no_sync = self._no_sync, True
         try:
             yield
         finally:
-            self._apart = before
+            self._no_sync = before
 
     def reduce_waiting(self) -> None:
         """See to it that what has arrived is this rank's gradient: with several, the sum over all."""
@@ -433,8 +433,8 @@ class Gradients:
                 gathered.
         """
         first = grads[0].sharded.name
-        apart = [g for g in grads if not self.units[g.sharded.unit].keepers]
-        nbytes = sum(g.numel() * (4 + g.itemsize * (g.dtype is not torch.float32)) for g in apart)
+        ungathered = [g for g in grads if not self.units[g.sharded.unit].keepers]
+        nbytes = sum(g.numel() * (4 + g.itemsize * (g.dtype is not torch.float32)) for g in ungathered)
         if nbytes > self._spare:
             raise GradientError(
                 f"the whole gradient of {first!r} does not fit the host memory that is left",

@@ -28,7 +28,7 @@ from .pieces import put_together
 
 
 class Place:
-    """Where the parts of one chunk are, and what the optimizer keeps of it.
+    """Where the parts of a chunk are, and what the optimizer keeps of it; all chunks that are alike share it.
 
     Attributes:
         lease_nbytes: bytes of pool that its I/O takes.
@@ -42,11 +42,11 @@ class Place:
 
     __slots__ = (
         *("begins_with_copy", "copy_is_master", "copy_tier", "gradient_tier", "has_two", "is_split", "kinds"),
-        *("kept", "lease_nbytes", "leased", "on_device", "plan", "rounds", "state_tier", "unit"),
+        *("kept", "lease_nbytes", "leased", "on_device", "plan", "rounds", "state_tier"),
     )
 
-    def __init__(self, chunk: Chunk, plan: ChunkParts, unit: ParamUnit, device: Device) -> None:
-        self.plan, self.unit = plan, unit
+    def __init__(self, plan: ChunkParts, numel: int, device: Device) -> None:
+        self.plan = plan
         self.lease_nbytes = ceil_to(plan.update_lease, 4096)
         self.copy_tier, self.state_tier = plan.copy_tier, plan.state_tier
         self.gradient_tier = plan.gradient_tier
@@ -59,9 +59,9 @@ class Place:
         parts = plan.parts.items()
         self.leased = {name: part.lease_offset for name, part in parts if part.lease_offset is not None}
         #: Dtype and number of the values of each section of the state.
-        self.kept = [(moment.dtype, moment.count(chunk.numel)) for moment in plan.moments]
+        self.kept = [(moment.dtype, moment.count(numel)) for moment in plan.moments]
         if not plan.copy_is_master:
-            self.kept.insert(0, (torch.int16 if plan.is_split else torch.float32, chunk.numel))
+            self.kept.insert(0, (torch.int16 if plan.is_split else torch.float32, numel))
 
 
 class Tiers:
@@ -87,11 +87,12 @@ class Tiers:
         self.pool = pool
         self.device = device
         self.gradients = gradients
-        chunks = {chunk.id: chunk for unit in units for chunk in unit.layout.chunks}
-        self.places = [
-            Place(chunks[number], plan, units[chunks[number].unit], device)
-            for number, plan in enumerate(plans)
-        ]
+        numels = {chunk.id: chunk.numel for unit in units for chunk in unit.layout.chunks}
+        alike: dict[int, Place] = {}
+        for number, plan in enumerate(plans):
+            if id(plan) not in alike:
+                alike[id(plan)] = Place(plan, numels[number], device)
+        self.places = [alike[id(plan)] for plan in plans]
         self.uses_leases = any(place.lease_nbytes for place in self.places)
         #: The sections of states where they lie, by chunk; and in leases, where nearly all chunks are alike.
         self.sections: dict[int | tuple[int, int], tuple[torch.Tensor, ...]] = {}
@@ -120,6 +121,7 @@ class ChunkIO:
 
     Attributes:
         version: of the copy, which is read and written.
+        gradient: the version of it that is used.
     """
 
     def __init__(self, tiers: Tiers, chunk: Chunk) -> None:
@@ -136,7 +138,7 @@ class ChunkIO:
         self._made: torch.Tensor | None = None  # a copy in the lease, for the device
         self._joined: torch.Tensor | None = None  # a split master, whole
         self._priority = Priority.NORMAL
-        self._gradient: Slot | Version = Version.FRONT
+        self.gradient: Slot | Version = Version.FRONT
 
     def delay(self) -> None:
         """Make `copy` and `write` use the back, which is not in use: [Note: two versions]. It must not be
@@ -168,15 +170,13 @@ class ChunkIO:
         self,
         *,
         gradient: torch.dtype | None = None,
-        version: Slot | Version = Version.FRONT,
         state: bool = True,
         copy: bool = False,
         changes: bool = False,
     ) -> None:
-        """Start reading what is not on its way yet; `gradient` is its dtype, None: do not, and `version`
-        says which. `changes`: an update is going to change the master, and begins with a half of it that is
-        on a device of its own."""
-        self._gradient = version
+        """Start reading what is not on its way yet; `gradient` is the dtype of that, None: do not. `changes`:
+        an update is going to change the master, and begins with a half of it that is on a device of its
+        own. Nothing without a lease needs it."""
         if self.lease is None:
             return
         self.read_state(state=state, copy=copy)
@@ -189,10 +189,10 @@ class ChunkIO:
         if gradient is None or "gradient" not in place.leased:
             return
         if place.gradient_tier is Tier.NVME:
-            self._read("gradient", version, self._priority)
+            self._read("gradient", self.gradient, self._priority)
         else:
             target = self.grad(gradient)
-            source = self._tiers.gradients.chunks.view(self.chunk, gradient, version)
+            source = self._tiers.gradients.chunks.view(self.chunk, gradient, self.gradient)
             # It stays where it is: nothing else gets its memory.
             self._arriving.append(device.d2h(target, source, device.mark(), chunk=number))
 
@@ -212,7 +212,7 @@ class ChunkIO:
             self._tiers.publisher.wait_published(self.chunk.id)
         place = self.place
         if place.copy_tier is Tier.HOST or (place.has_two and self._copy_tier() is Tier.HOST):
-            place.unit.wait_read()
+            self._tiers.units[self.chunk.unit].wait_read()
 
     def copy_master(self) -> None:
         """Give a back in host memory the values that its update begins with, where it is the master."""
@@ -262,7 +262,7 @@ class ChunkIO:
 
     @property
     def _device_copy(self) -> torch.Tensor:
-        return self.place.unit.chunk_view(self.chunk)
+        return self._tiers.units[self.chunk.unit].chunk_view(self.chunk)
 
     def sections(self) -> tuple[torch.Tensor, ...]:
         """Return the sections of the state, without what they are padded with: the master, or its lower
@@ -316,7 +316,7 @@ class ChunkIO:
 
     def grad(self, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the gradient, after `wait`, which is kept in `dtype`; None: it is zero."""
-        chunk, version = self.chunk, self._gradient
+        chunk, version = self.chunk, self.gradient
         kind = dtype or chunk.dtype
         grad = self._leased("gradient", kind) if self.lease is not None else None
         if grad is None and self.place.gradient_tier is Tier.HOST:

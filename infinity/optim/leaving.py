@@ -32,8 +32,8 @@ class Visited:
 
     def send(self) -> None:
         """Wait for what is under way with the tensors, and write them, once."""
-        self._under_way.wait()
         state, copy, self._state, self._copy = self._state, self._copy, False, False
+        self._under_way.wait()  # what is wrong with the values is not written, also where this is closed
         if state or copy:
             self.io.write(state=state, copy=copy)
         if copy and self._back is not None:

@@ -29,7 +29,7 @@ from infinity.params.eager import eager
 from infinity.params.instead import cure_of_library
 from infinity.params.param import ShardedParam
 
-from .behind import Behind, Parts
+from .backward_update import BackwardUpdate, Parts
 from .loading import OURS, NoState, counts_of, hooked, match
 from .misuse import Prepared, is_between_steps, is_guard, refuse_copies
 from .rules import Rule
@@ -67,7 +67,7 @@ def _clip(limit: float, norm: float) -> float:
     return 1.0 if clip > 1.0 else clip
 
 
-class Seams(Protocol):
+class Lifecycle(Protocol):
     """What an optimizer tells of itself (see `Phases`)."""
 
     def step(self) -> None:
@@ -114,7 +114,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params: Mapping[nn.Parameter, ShardedParam],
         *,
         rule: Rule,
-        seams: Seams,
+        lifecycle: Lifecycle,
     ) -> None:
         self.commits = parts.residency.commits
         self._sealed = False
@@ -143,8 +143,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._scale_window = LOSS_SCALE_WINDOW
         self.delayed_from = DELAY_WARMUP_STEPS
         self._scaled = False
-        self._seams = seams
-        self.behind = Behind(self, parts) if config.update == "backward" else None
+        self._lifecycle = lifecycle
+        self.backward_update = BackwardUpdate(self, parts) if config.update == "backward" else None
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False  # the last one; accelerate's name, by which schedulers wait
@@ -198,21 +198,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
         start = time.perf_counter()
         if self._of_accelerate and is_between_steps():
             return None
-        if self.behind is not None:
-            self.behind.check_outside("`step()`")
+        if self.backward_update is not None:
+            self.backward_update.check_outside("`step()`")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             start = time.perf_counter()
-        self._seams.step()
+        self._lifecycle.step()
         # What an interrupt ends before this call has not happened, and what it ends after it has.
-        is_made = self.behind is not None and self.behind.pending
+        is_made = self.backward_update is not None and self.backward_update.pending
         self.commits.run(self._take_update if is_made else self._start_update)
         self._finish_step()
         if (wrapped := self._wrapped()) is not None:
             vars(wrapped)["_opt_called"] = True  # a scheduler of that optimizer warns where it is missing
-        self._seams.stepped(time.perf_counter() - start)
+        self._lifecycle.stepped(time.perf_counter() - start)
         return loss
 
     # [Note: prepared by accelerate] accelerate puts an optimizer of its own around one that it prepares, with
@@ -254,18 +254,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _take_update(self) -> None:
         """Take the update of the last backward as this step's update: [Note: behind the backward]."""
-        assert self.behind is not None
-        self.behind.check_options()
-        if (wrong := self.behind.changed()) is not None:
-            self._seams.lose(
+        assert self.backward_update is not None
+        self.backward_update.check_options()
+        if (wrong := self.backward_update.changed()) is not None:
+            self._lifecycle.lose(
                 f"a step whose gradients or parameters have changed behind its update ({wrong.found})"
             )
             raise wrong
-        grads = (s.param.grad for s in self.behind.params)
+        grads = (s.param.grad for s in self.backward_update.params)
         # The last that waits: an interrupt ends it before.
         self.grad_norm = self._gradients.norm(grads)  # type: ignore[arg-type]
         self._gradients.stepped()
-        self.behind.forget()
+        self.backward_update.forget()
         self._steps += 1
 
     def _start_update(self) -> None:
@@ -362,7 +362,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ParameterError: the call would change parameters inside a `gathered` block.
             StorageError: an update failed.
         """
-        self._seams.finish()
+        self._lifecycle.finish()
         bump(self._residency.publish())
         self._residency.refresh()
 
@@ -373,7 +373,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             ParameterChangedError: edits would be lost. Also all errors of `flush`.
         """
-        self._seams.finish()
+        self._lifecycle.finish()
         self._edits.check_delayed()
         self.flush()
 
@@ -384,10 +384,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._of_accelerate and is_between_steps():
             return
         self.commits.check_handler()
-        if self.behind is not None:
-            self.behind.check_stepped("`zero_grad()`")
+        if self.backward_update is not None:
+            self.backward_update.check_stepped("`zero_grad()`")
         if self.commits.mine:  # a forward or a backward of this thread has raised
-            self.commits.run(self._seams.reset_abandoned)
+            self.commits.run(self._lifecycle.reset_abandoned)
         params = [p for g in self.param_groups for p in g["params"]]
         if set_to_none:
             with torch._C.DisableTorchFunctionSubclass():
@@ -408,7 +408,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @commit
     def clip_grad_norm_(self, limit: float) -> torch.Tensor:
         """Clip the global 2-norm of all gradients to `limit`; return the norm before clipping, fp32."""
-        self._seams.finish()
+        self._lifecycle.finish()
         grads = self._present().values()
         norm = self._gradients.norm(grads)
         clip = _clip(limit, norm)
@@ -503,7 +503,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self.commits.run(self._make_state_dict)
 
     def _make_state_dict(self) -> dict[str, Any]:
-        self._seams.finish()
+        self._lifecycle.finish()
         # What reads a distributed checkpoint reads what such a state dict names, and nothing else: one of an
         # optimizer that has made no step names all that a later one has.
         whole = is_for_checkpoint()
@@ -584,7 +584,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 group.update({k: v for k, v in saved.items() if k != "params"})
             self._states.write(pairs, self.rule.steps)
         except BaseException:
-            self._seams.lose("a load_state_dict of the optimizer that raised, or was interrupted")
+            self._lifecycle.lose("a load_state_dict of the optimizer that raised, or was interrupted")
             raise
         self._residency.refresh()
         self.set_counts(counts)

@@ -5,6 +5,7 @@ Everything here works chunk by chunk through leases, so that its own host memory
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -274,22 +275,24 @@ class States:
             if not begins(chunk):
                 visited.io.read(state={*kinds} != {"copy"}, copy="copy" in kinds)
 
-        for chunk, visited in pipeline(iter(chunks), open_, read, closing=leaving, most=_MOST):
-            io = visited.io
-            if written:
-                io.wait_unread()
-            io.wait()
-            tensors = self._tensors(io, kinds)
-            if begins(chunk):
-                for tensor in self._tensors(io, kinds if number else self.kinds).values():
-                    tensor.zero_()
-            yield from self._each(chunk, of, tensors)
-            # While its values are on their way, the next chunk's begin.
-            for one in leaving:
-                if one is not visited:
-                    one.send()
-            state = any(kind != "copy" and kind in tensors for kind in written)
-            visited.leave(state=state, copy="copy" in written, back=number)
+        passing = pipeline(iter(chunks), open_, read, closing=leaving, most=_MOST)
+        with contextlib.closing(passing):  # here, and not when a collector finds it: a wait may raise
+            for chunk, visited in passing:
+                io = visited.io
+                if written:
+                    io.wait_unread()
+                io.wait()
+                tensors = self._tensors(io, kinds)
+                if begins(chunk):
+                    for tensor in self._tensors(io, kinds if number else self.kinds).values():
+                        tensor.zero_()
+                yield from self._each(chunk, of, tensors)
+                # While its values are on their way, the next chunk's begin.
+                for one in leaving:
+                    if one is not visited:
+                        one.send()
+                state = any(kind != "copy" and kind in tensors for kind in written)
+                visited.leave(state=state, copy="copy" in written, back=number)
 
     def _tensors(self, io: ChunkIO, kinds: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {}

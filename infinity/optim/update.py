@@ -38,7 +38,7 @@ from infinity.planning.parts import update_nbytes
 from infinity.storage.pipeline import abandon, pipeline
 from infinity.storage.store import Slot, Version
 
-from .chunk_io import ChunkIO, Place, Tiers, open_chunk
+from .chunk_io import ChunkIO, Tiers, open_chunk
 from .matrices import Matrices, Matrix, Round, Visit, visits_of
 from .rules import Options
 
@@ -353,16 +353,20 @@ class Updater:
             self._reading.add(update.chunk.id)
             if drift is not None:
                 io.delay()
+            io.gradient = update.gradient
+            if io.lease is None:
+                return
             visit = update.visit
             dtype = update.grad_dtype if visit is None or visit.is_first else None
             is_last = visit is None or visit.is_last
-            io.read(gradient=dtype, version=update.gradient, changes=is_last)
+            io.read(gradient=dtype, changes=is_last)
 
         return pipeline(take, open_, read, most=1 << 30 if tiers.uses_leases else 1)
 
     def _update(self, update: ChunkUpdate, io: ChunkIO, drift: Drift | None) -> None:
         """Update a chunk when its parts are there, and begin its writes."""
-        io.wait()
+        if io.lease is not None:
+            io.wait()
         io.wait_unread()
         begin = now()
         if drift is not None:
@@ -404,7 +408,8 @@ class Updater:
         """A chunk's copy is where it belongs, or on its way to a device."""
         place, lease = io.place, io.lease
         if lease is not None and place.copy_tier is Tier.NVME and io.version is not Version.BACK:
-            self._loader.supply(place.unit.last_load, chunk, lease, place.leased["copy"])
+            load = self._tiers.units[chunk.unit].last_load
+            self._loader.supply(load, chunk, lease, place.leased["copy"])
         if place.has_two:
             io.made(io.version, self._posted)
         self._updates.finish(chunk, io.copied)
@@ -517,7 +522,7 @@ def _compute(
     if update.visit is not None:
         _compute_matrix(tiers, update, update.visit, io, matrices)
         return
-    segments = _segments(update, io.place)
+    segments = _segments(tiers, update)
     if io.on_device:
         _compute_on_device(tiers, update, io, segments, delayed=delayed)
         return
@@ -532,14 +537,16 @@ def _compute(
     cpu_adam.update_segments(master, moments, io.grad(update.grad_dtype), out, segments)
 
 
-def _segments(update: ChunkUpdate, place: Place) -> list[cpu_adam.Segment]:
+def _segments(tiers: Tiers, update: ChunkUpdate) -> list[cpu_adam.Segment]:
     """Return what an update does to its chunk. Its key makes stochastic rounding the same wherever the
     elements of a parameter are: it depends on the parameter's name and on its step."""
-    segments, key = [], 0
-    for segment in update.chunk.segments:
+    segments, key, chunk = [], 0, update.chunk
+    rounds = tiers.places[chunk.id].rounds
+    for segment in chunk.segments:
         if (of := update.params.get(segment.param)) is not None:
-            if place.rounds:
-                key = cpu_adam.rounding_key(plain_name(place.unit.params[segment.param].name), of.step)
+            if rounds:
+                name = tiers.units[chunk.unit].params[segment.param].name
+                key = cpu_adam.rounding_key(plain_name(name), of.step)
             at = segment.start, segment.numel, segment.offset
             scalars = of.lr, of.weight_decay, of.grad_scale
             assert not isinstance(of.options, Muon), "these are updated elsewhere"
@@ -548,7 +555,12 @@ def _segments(update: ChunkUpdate, place: Place) -> list[cpu_adam.Segment]:
 
 
 def _compute_on_device(
-    tiers: Tiers, update: ChunkUpdate, io: ChunkIO, segments: Sequence[cpu_adam.Segment], *, delayed: bool
+    tiers: Tiers,
+    update: ChunkUpdate,
+    io: ChunkIO,
+    segments: Sequence[cpu_adam.Segment],
+    *,
+    delayed: bool,
 ) -> None:
     """Update a chunk there, with the same bits; when this returns, all of it is done."""
     grad = _gradient_on_device(tiers, update, io)

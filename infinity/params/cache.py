@@ -110,7 +110,7 @@ class Cache:
 
     def load_now(self, unit: ParamUnit) -> None:
         """Load a unit that is needed, and evict any units for it."""
-        self._make_room(unit)
+        self._evict_for_use(unit)
         try:
             self.load(unit, urgent=True)
         except torch.OutOfMemoryError:  # what nobody uses yet gives way, within the budget or not
@@ -174,7 +174,7 @@ class Cache:
                 return  # which version is the newest is not known yet
             unit, place = self.units[found[0]], found[1]
             need = unit.missing_nbytes
-            if self.allocated + need > self._capacity and not self._make_way(need, place):
+            if self.allocated + need > self._capacity and not self._evict_for_prefetch(need, place):
                 return
             unit.newest = newest and self._publisher.is_newer(unit)
             try:
@@ -182,7 +182,7 @@ class Cache:
             except torch.OutOfMemoryError:
                 return  # what is loaded for later can be loaded later
 
-    def _make_way(self, need: int, place: int) -> bool:
+    def _evict_for_prefetch(self, need: int, place: int) -> bool:
         """Free room for `need` bytes that are used next at a place of the schedule; return whether there is.
         See [Note: worth the wait]."""
         before = self._ahead.nbytes_before(self._uses.units())
@@ -194,7 +194,7 @@ class Cache:
 
         return self._evict(need, goes)
 
-    def _make_room(self, unit: ParamUnit) -> None:
+    def _evict_for_use(self, unit: ParamUnit) -> None:
         need = unit.missing_nbytes
         if self.allocated + need <= self._capacity or self._evict(need, lambda _: True):
             return

@@ -49,7 +49,7 @@ class Scope:
     name: str
     of: weakref.ref[nn.Module]  # a claim that an interrupt has left keeps no model that is dropped
     units: tuple[int, ...]
-    looks: tuple[int, ...] = ()  # units that it looks at first, present until the next scope begins
+    inspected_units: tuple[int, ...] = ()  # units that it looks at first, present until the next scope begins
     working_set: tuple[int, ...] = ()  # with what the modules around it need
 
     @property
@@ -111,7 +111,7 @@ def _add_looks(model: nn.Module, whole: Sequence[str], owner: dict[int, int], sc
             scopes.append(Scope(name, weakref.ref(module), ()))
         scope = known.get(name, scopes[-1])
         found = dict.fromkeys(owner[id(p)] for p in below.parameters())
-        scope.looks = tuple(unit for unit in found if unit not in scope.units)
+        scope.inspected_units = tuple(unit for unit in found if unit not in scope.units)
 
 
 def _find(name: str, module: nn.Module, *, is_root: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -193,7 +193,7 @@ def _add_working_sets(scopes: Sequence[Scope]) -> None:
             if other is not scope and (other.name == "" or scope.name.startswith(other.name + "."))
         ]
         needed = [u for s in (*around, scope) for u in s.units]
-        scope.working_set = tuple(dict.fromkeys([*needed, *scope.looks]))
+        scope.working_set = tuple(dict.fromkeys([*needed, *scope.inspected_units]))
 
 
 def param_specs(

@@ -78,18 +78,18 @@ class Updates:
         """Raise `GradientError` where a hook, a recomputation, or a function of the user's, uses a unit in
         the backward that has updated it, or behind that and before `step()`."""
         if unit in self.used:
-            raise self.early(f"a use of the parameters of unit {name!r}", behind=not in_backward())
+            raise self.early(f"a use of the parameters of unit {name!r}", after=not in_backward())
 
-    def early(self, what: str, *, behind: bool) -> GradientError:
-        """Return the error for `what` comes in the last backward of a step, or `behind` that."""
+    def early(self, what: str, *, after: bool) -> GradientError:
+        """Return the error for `what` comes in the last backward of a step, or `after` that."""
         return GradientError(
             f"{what} before the `step()` whose update has begun in its last backward",
             expected='with update="backward", `step()` right after the last backward of a step, of '
             f"accumulation={self.accumulation}; each backward counts since the last step or "
             "`zero_grad()`, also one that raised, and one of `torch.autograd.grad`",
-            found=f"{what} {'behind' if behind else 'in'} that backward",
+            found=f"{what} {'behind' if after else 'in'} that backward",
             cure="call `step()` first, after that backward"
-            if behind
+            if after
             else 'move it after `step()`, or train with update="overlap"',
         )
 

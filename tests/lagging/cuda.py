@@ -389,6 +389,9 @@ def _edges(patch: pytest.MonkeyPatch, here: World) -> None:
         begin = lease.address + offset
         return begin, begin + (lease.room - offset if nbytes is None else nbytes)
 
+    _after(
+        patch, Lease, "__init__", lambda lease: setattr(lease, "is_guarded", True)
+    )  # or nobody calls these
     begin_io, end_io = Lease.begin_io, Lease.end_io
 
     def begun(self: Lease, offset: int = 0, nbytes: int | None = None, *, into: bool) -> None:

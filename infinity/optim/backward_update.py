@@ -59,7 +59,7 @@ class Stepping(Protocol):
         """Return what the param groups say of each of their parameters, but for its step and its factor."""
 
 
-class Behind:
+class BackwardUpdate:
     """Updates units in the last backward of each step: [Note: behind the backward].
 
     Attributes:
@@ -205,7 +205,7 @@ class Behind:
         `what` must not be."""
         self.check_outside(what)
         if self.pending:
-            raise self._updates.early(what, behind=True)
+            raise self._updates.early(what, after=True)
 
     def has_updated(self, unit: int) -> bool:
         """Return whether the backward that is under way has updated a unit."""
@@ -214,7 +214,7 @@ class Behind:
     def check_outside(self, what: str) -> None:
         """Raise `GradientError` in that backward, where `what` must not be."""
         if self._under_way and in_backward():
-            raise self._updates.early(what, behind=False)
+            raise self._updates.early(what, after=False)
 
     def check_options(self) -> None:
         """Raise `GradientError` if param groups have changed since the last backward began."""
