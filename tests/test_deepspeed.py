@@ -131,17 +131,12 @@ def test_defaults_of_deepspeed_are_not_ours() -> None:
     config, notes = config_from({"fp16": {"enabled": True}})
     assert (config.loss_scale, config.max_grad_norm) == (65536.0, 1.0)
     assert "since version 0.19.3" in note_of(notes, "gradient_clipping")
-    assert "from overflow number 2 on" in note_of(notes, "fp16.loss_scale")
-    assert "after 1000 steps" in note_of(notes, "fp16.loss_scale")
     config, notes = config_from({**BF16, "gradient_clipping": 0})
     assert config.max_grad_norm is None
-    assert "not all finite" in note_of(notes, "bf16.check_grad_overflow")
     assert config.skip_nonfinite
     assert "rounds the initial parameters to bf16" in note_of(notes, "bf16.enabled")
     assert config.optimizer_state == "device"  # and `Config()` has it on the host
-    config, notes = config_from({"bf16": {"enabled": True, "check_grad_overflow": False}})
-    assert not any("finite" in note for note in notes)
-    assert not config.skip_nonfinite
+    assert not config_from({"bf16": {"enabled": True, "check_grad_overflow": False}})[0].skip_nonfinite
     accumulating = {**BF16, "gradient_accumulation_steps": 2}
     key, in_fp32 = "data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp32"}}
     assert "here they are added in fp32" in note_of(config_from(accumulating)[1], key)
@@ -207,9 +202,6 @@ def test_places_and_directories(tmp_path: Path) -> None:
     config, notes = config_from({"zero_optimization": zero})
     assert config.directories == (drive, other)
     assert "share is 1e+09 divided by" in note_of(notes, "zero_optimization.offload_param.max_in_cpu")
-    assert "both directories" in note_of(notes, "nvme_path")
-    zero["offload_param"]["max_in_cpu"] = 0
-    assert not any("max_in_cpu" in note for note in config_from({"zero_optimization": zero})[1])
     del state["nvme_path"]
     assert "nvme_path: name a directory" in refused({"zero_optimization": zero})
     state["nvme_path"] = drive

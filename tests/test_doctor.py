@@ -310,6 +310,3 @@ def test_mount_points_and_serial_numbers_are_read(tmp_path: Path, monkeypatch: p
     )
     found = probe.mount_of("/mnt/my drive/run")
     assert found == probe.Mount("/mnt/my drive", "btrfs", "/dev/sdb")
-    root = probe.mount_of("/mnt/my drives")
-    assert root is not None
-    assert root.point == "/"

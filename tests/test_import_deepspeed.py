@@ -1,6 +1,6 @@
 """Checkpoints that DeepSpeed itself has written go on here; others are refused by name.
 
-deepspeed_states.py has written them.
+deepspeed_states.py says what they are.
 """
 
 from __future__ import annotations
