@@ -103,18 +103,9 @@ def test_a_published_file_is_translated_or_the_error_names_the_keys(name: str, t
 
 
 def test_all_refusals_are_in_one_error() -> None:
-    settings = {
-        "zero_optimization": {
-            "stage": 4,
-            "zenflow": {"topk_ratio": 0.1},
-            "offload_param": {"device": "disk"},
-        },
-        "train_batch_size": "many",
-        "gradient_cliping": 1.0,
-        "bf16": True,
-        "scheduler": {"type": "Sometimes"},
-    }
-    cure = refused(settings)
+    zero = {"stage": 4, "zenflow": {"topk_ratio": 0.1}, "offload_param": {"device": "disk"}}
+    more = {"train_batch_size": "many", "gradient_cliping": 1.0, "bf16": True}
+    cure = refused({"zero_optimization": zero, **more, "scheduler": {"type": "Sometimes"}})
     for key in ("zero_optimization.stage", "zero_optimization.zenflow", "train_batch_size", "bf16"):
         assert f"{key}: " in cure
     assert "zero_optimization.offload_param.device: write" in cure

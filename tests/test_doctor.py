@@ -284,7 +284,7 @@ def test_network_file_systems_are_named(tmp_path: Path, monkeypatch: pytest.Monk
         assert "behind a network" in said[f"{tmp_path}: tier"].found
 
 
-def test_mount_points_and_serial_numbers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serial_numbers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "sys" / "node0" / "nvme0n1"
     part = disk / "nvme0n1p1"
     for folder in (disk / "device", disk / "queue", part):
@@ -299,14 +299,3 @@ def test_mount_points_and_serial_numbers_are_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(probe, "_SYS_BLOCK", str(tmp_path / "block"))
     assert probe.drive_of(str(tmp_path)) == probe.BlockDevice("nvme0n1", name, "Fast SSD", "S123", False, 1)
     assert drive_key(str(tmp_path)).startswith("Fast SSD|S123|")
-    lines = (
-        "22 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
-        "30 22 259:1 / /mnt/my\\040drive rw,noatime shared:5 - xfs /dev/nvme0n1p1 rw,attr2\n"
-        "31 30 0:99 / /mnt/my\\040drive rw - btrfs /dev/sdb rw\n"
-    )
-    real = probe.text_of
-    monkeypatch.setattr(
-        probe, "text_of", lambda file: lines if file == Path("/proc/self/mountinfo") else real(file)
-    )
-    found = probe.mount_of("/mnt/my drive/run")
-    assert found == probe.Mount("/mnt/my drive", "btrfs", "/dev/sdb")
