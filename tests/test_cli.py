@@ -59,7 +59,7 @@ def test_help_refusals_and_plans_of_presets_wait_for_no_import(tmp_path: Path) -
         "import json, os, sys\n"
         "from infinity.cli.main import run\n"
         "os.chdir(sys.argv[1])\n"
-        "assert run(['--help']) == 0\n"
+        "assert run(['--help']) == run(['--version']) == 0\n"
         f"assert not {{*sys.modules}} & { ({module for module, _ in VERBS.values()})!r}\n"
         "for arguments, code in json.loads(sys.argv[2]):\n"
         "    assert run(arguments) == code, arguments\n"
@@ -67,14 +67,10 @@ def test_help_refusals_and_plans_of_presets_wait_for_no_import(tmp_path: Path) -
     )
     done = python("-c", code, str(tmp_path), json.dumps(WITHOUT_TORCH), cold=True)
     assert done.returncode == 0, done.stderr
+    assert __version__ in done.stdout
     for verb, (_, line) in VERBS.items():
         assert verb in done.stdout
         assert line in done.stdout
-
-
-def test_python_m_infinity() -> None:
-    done = python("-m", "infinity", "--version")
-    assert (done.returncode, __version__ in done.stdout) == (0, True)
 
 
 @pytest.mark.parametrize("verb", VERBS)
