@@ -1,20 +1,12 @@
-"""Records checkpoints of DeepSpeed itself, in tests/deepspeed.tar.xz, for tests/test_import_deepspeed.py.
-
-DS_ACCELERATOR=cpu python -m tests.deepspeed_states    (on the path: deepspeed 0.19.8)
+"""What DeepSpeed 0.19.8 has written into tests/deepspeed.tar.xz, for tests/test_import_deepspeed.py.
 
 Each case is a run of a few steps on several ranks, its checkpoint, and what DeepSpeed itself says of it: the
-masters and the moments of each parameter, and the losses of the steps that follow.
+masters and the moments of each parameter, and the losses of the steps that follow. The history of this file
+has the program that has recorded them; it needs DeepSpeed, which no run of the tests has.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-import tarfile
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,126 +112,3 @@ def losses_after(
             scheduler.step()
         losses.append(loss.item())
     return losses
-
-
-def config_of(case: dict[str, Any]) -> dict[str, Any]:
-    known = ("round_robin_gradients", "parameter_alignment", "sub_group_size", "offload_optimizer")
-    dtype = case.get("dtype", "fp32")
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "train_batch_size": case["ranks"],
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": case["stage"], **{k: case[k] for k in known if k in case}},
-    }
-    if case["stage"] == 3:
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 4
-    if dtype != "fp32":
-        config[dtype] = {"enabled": True, **({"initial_scale_power": 9} if dtype == "fp16" else {})}
-    if "accumulate" in case:
-        config["data_types"] = {"grad_accum_dtype": case["accumulate"]}
-    if not case.get("client"):
-        more = case.get("params", {"torch_adam": True})
-        if not more.get("adam_w_mode", True):
-            more = {**more, "torch_adam": True}
-        settings = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-        config["optimizer"] = {"type": "Adam", "params": {**settings, **more}}
-        schedule = {
-            "warmup_max_lr": 0.01,
-            "warmup_num_steps": 2,
-            "total_num_steps": 20,
-            "warmup_type": "linear",
-        }
-        config["scheduler"] = {"type": "WarmupDecayLR", "params": schedule}
-    return config
-
-
-def train(name: str, folder: Path) -> None:
-    """On each rank: train, save, say what was saved, and go on."""
-    import deepspeed
-    import safetensors.torch
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    case = CASES[name]
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # by torch it is, on every CPU
-    deepspeed.init_distributed(dist_backend="gloo")
-    model = build(frozen=case.get("frozen", False))
-    given: dict[str, Any] = {"model_parameters": groups_of(model)}
-    if case.get("client"):
-        optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
-        given = {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
-    engine, *_ = deepspeed.initialize(model=model, config=config_of(case), **given)
-    losses, rates = [], []
-    rank = torch.distributed.get_rank()
-    for step in range(STEPS + MORE):
-        if step == STEPS:
-            engine.save_checkpoint(str(folder), client_state={"epoch": 2, "order": torch.arange(3)})
-            truth = {}
-            for param_name, param in engine.module.named_parameters():
-                if param.requires_grad:
-                    truth[f"{param_name}/master"] = safe_get_full_fp32_param(param)
-                    # Of the other stages DeepSpeed tells no moments; the losses that follow depend on them.
-                    for kind in ("exp_avg", "exp_avg_sq") if case["stage"] == 3 else ():
-                        truth[f"{param_name}/{kind}"] = safe_get_full_optimizer_state(param, kind)
-            if rank == 0:
-                shown = {k: v.detach().float().cpu().clone().contiguous() for k, v in truth.items()}
-                safetensors.torch.save_file(shown, folder / "truth.safetensors")
-        rates.append([g["lr"] for g in engine.optimizer.param_groups])
-        loss = loss_of(engine, step)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    if rank == 0:
-        (folder / "truth.json").write_text(json.dumps({"losses": losses, "rates": rates}))
-    torch.distributed.barrier()
-    os._exit(0)  # threads of gloo that still run end a process with an error
-
-
-def record(into: Path) -> None:
-    for port, (name, case) in enumerate(CASES.items()):
-        folder = into / name
-        folder.mkdir()
-        ranks = case["ranks"]
-        command = [sys.executable, "-m", "tests.deepspeed_states", name, str(folder)]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29600 + port)}
-        env |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-        processes = [
-            subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(ranks)
-        ]
-        if any([process.wait() for process in processes]):
-            raise RuntimeError(name)
-        if case.get("universal"):
-            tag = (folder / "latest").read_text()
-            converter = [
-                sys.executable,
-                "-m",
-                "deepspeed.checkpoint.ds_to_universal",
-                "--inject_missing_state",
-            ]
-            paths = ["--input_folder", str(folder / tag), "--output_folder", str(folder / "universal")]
-            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-            subprocess.run([*converter, *paths, *workers], check=True)
-            shutil.rmtree(folder / tag)
-            (folder / "universal").rename(folder / tag)
-        for path in folder.glob("*.py"):
-            path.unlink()
-
-
-def main(arguments: list[str]) -> None:
-    if arguments:
-        train(arguments[0], Path(arguments[1]))
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        record(Path(temporary))
-        with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
-            archive.add(temporary, ".", filter=plain)
-
-
-def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out who made a file, and when."""
-    info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
-    return info
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

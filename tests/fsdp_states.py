@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of, plain
+from .deepspeed_states import MORE, STEPS, build, groups_of, loss_of
 from .ranks import all_well, run_ranks
 
 ARCHIVE = Path(__file__).parent / "fsdp.tar.xz"
@@ -85,6 +85,12 @@ def main() -> None:
         record(Path(temporary))
         with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
             archive.add(temporary, ".", filter=plain)
+
+
+def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Leave out who made a file, and when."""
+    info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
+    return info
 
 
 if __name__ == "__main__":

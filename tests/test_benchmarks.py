@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -11,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from infinity.core.config import UPDATES, Config
-
 from .quick import quick
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--layers", "1", "--width", "64", "--vocabulary", "300", "--tokens", "8"]
-
-
-@pytest.fixture(autouse=True)
-def _as_a_script_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
 def script(name: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
@@ -30,16 +22,6 @@ def script(name: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode in codes, done.stdout + done.stderr
     return done.stdout
-
-
-# ---- bounds ----
-
-
-def test_every_placement_and_update_mode_is_one_of_the_engine(tmp_path: Path) -> None:
-    steps = importlib.import_module("steps")
-    for placement in steps.PLACEMENTS:
-        for update in UPDATES:
-            Config(nvme=str(tmp_path), device="cpu", **steps.settings_of(placement, update, 1 << 20))
 
 
 # ---- races ----

@@ -97,11 +97,8 @@ def test_parse_size() -> None:
         assert caught.value.found == repr(each)
 
 
-def test_format_size() -> None:
+def test_sizes_and_dtypes_as_text() -> None:
     assert [format_size(n) for n in (0, 1023, 1536, -(1 << 30))] == ["0 B", "1023 B", "1.50 KiB", "-1.00 GiB"]
-
-
-def test_parse_dtype() -> None:
     for name in ("bf16", "bfloat16", "torch.bfloat16", "BF16", torch.bfloat16):
         assert parse_dtype(name) is torch.bfloat16
     assert dtype_name(torch.bfloat16) == "bf16"

@@ -29,23 +29,12 @@ def write(path: Path, text: str) -> Path:
 # ---- cores ----
 
 
-@pytest.mark.parametrize(
-    ("limits", "mine"),
-    [
-        (Cores(16, None, 1), 16),
-        (Cores(16, None, 5), 3),
-        (Cores(16, 2.5, 1), 2),
-        (Cores(16, 0.5, 1), 1),
-        (Cores(4, 8.0, 1), 4),
-        (Cores(16, 6.0, 2), 3),
-        (Cores(2, None, 8), 1),
-    ],
-)
-def test_cores_of_a_process(limits: Cores, mine: int) -> None:
-    assert limits.mine == mine
-
-
-def test_what_a_config_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_of_a_process_and_what_a_config_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = [Cores(16, None, 1), Cores(16, None, 5), Cores(16, 6.0, 2), Cores(2, None, 8)]
+    alone = [Cores(16, 2.5, 1), Cores(16, 0.5, 1), Cores(4, 8.0, 1)]
+    assert [each.mine for each in shared + alone] == [16, 3, 3, 1, 2, 1, 4]
     monkeypatch.setattr("infinity.api.this_machine.usable_cores", lambda: Cores(8, None, 1))
     folders = [tmp_path / "a", tmp_path / "b"]
     two = infinity.Config(nvme=folders, optimizer_state="nvme")

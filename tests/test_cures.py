@@ -163,10 +163,6 @@ def settings(text: str, directory: str) -> dict[str, Any]:
 WRAPS: dict[str, dict[str, Any]] = {
     "too little host memory": {"host_memory": "1MiB", "device_memory": "8MiB"},
     "too little device memory": {"host_memory": "64MiB", "device_memory": "200KiB"},
-    "a second copy": {
-        **{"host_memory": "2MiB", "device_memory": "8MiB", "update": "delayed"},
-        **{"optimizer_state": "nvme", "gradients": "nvme"},
-    },
     "chunks that are too large": {
         **dict.fromkeys(("parameters", "optimizer_state", "gradients"), "nvme"),
         **{"host_memory": "1MiB", "device_memory": "8MiB", "chunk_elements": 1 << 20},

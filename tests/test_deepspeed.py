@@ -103,18 +103,9 @@ def test_a_published_file_is_translated_or_the_error_names_the_keys(name: str, t
 
 
 def test_all_refusals_are_in_one_error() -> None:
-    settings = {
-        "zero_optimization": {
-            "stage": 4,
-            "zenflow": {"topk_ratio": 0.1},
-            "offload_param": {"device": "disk"},
-        },
-        "train_batch_size": "many",
-        "gradient_cliping": 1.0,
-        "bf16": True,
-        "scheduler": {"type": "Sometimes"},
-    }
-    cure = refused(settings)
+    zero = {"stage": 4, "zenflow": {"topk_ratio": 0.1}, "offload_param": {"device": "disk"}}
+    more = {"train_batch_size": "many", "gradient_cliping": 1.0, "bf16": True}
+    cure = refused({"zero_optimization": zero, **more, "scheduler": {"type": "Sometimes"}})
     for key in ("zero_optimization.stage", "zero_optimization.zenflow", "train_batch_size", "bf16"):
         assert f"{key}: " in cure
     assert "zero_optimization.offload_param.device: write" in cure
@@ -131,17 +122,12 @@ def test_defaults_of_deepspeed_are_not_ours() -> None:
     config, notes = config_from({"fp16": {"enabled": True}})
     assert (config.loss_scale, config.max_grad_norm) == (65536.0, 1.0)
     assert "since version 0.19.3" in note_of(notes, "gradient_clipping")
-    assert "from overflow number 2 on" in note_of(notes, "fp16.loss_scale")
-    assert "after 1000 steps" in note_of(notes, "fp16.loss_scale")
     config, notes = config_from({**BF16, "gradient_clipping": 0})
     assert config.max_grad_norm is None
-    assert "not all finite" in note_of(notes, "bf16.check_grad_overflow")
     assert config.skip_nonfinite
     assert "rounds the initial parameters to bf16" in note_of(notes, "bf16.enabled")
     assert config.optimizer_state == "device"  # and `Config()` has it on the host
-    config, notes = config_from({"bf16": {"enabled": True, "check_grad_overflow": False}})
-    assert not any("finite" in note for note in notes)
-    assert not config.skip_nonfinite
+    assert not config_from({"bf16": {"enabled": True, "check_grad_overflow": False}})[0].skip_nonfinite
     accumulating = {**BF16, "gradient_accumulation_steps": 2}
     key, in_fp32 = "data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp32"}}
     assert "here they are added in fp32" in note_of(config_from(accumulating)[1], key)
@@ -207,9 +193,6 @@ def test_places_and_directories(tmp_path: Path) -> None:
     config, notes = config_from({"zero_optimization": zero})
     assert config.directories == (drive, other)
     assert "share is 1e+09 divided by" in note_of(notes, "zero_optimization.offload_param.max_in_cpu")
-    assert "both directories" in note_of(notes, "nvme_path")
-    zero["offload_param"]["max_in_cpu"] = 0
-    assert not any("max_in_cpu" in note for note in config_from({"zero_optimization": zero})[1])
     del state["nvme_path"]
     assert "nvme_path: name a directory" in refused({"zero_optimization": zero})
     state["nvme_path"] = drive
@@ -263,8 +246,6 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert result["nvme"]["optimizer state"] == pytest.approx(elements * 8, rel=0.05)  # Lion's, with masters
     assert result["per_step"]["tokens"] == 32 * 256
     assert result["notes"] == config_from(settings, SimpleNamespace(bf16=True, fp16=False))[1]
-    assert run(["plan", "--preset", "10m", "--device", "cpu", "--deepspeed", str(file)]) == 0
-    assert "- bf16.check_grad_overflow = true: DeepSpeed skips" in capsys.readouterr().out
     more = ("--parameters", "device", "--batch", "1", "--optimizer-state", "host", "--dtype", "fp16")
     code, result = plan(capsys, "--deepspeed", str(file), *more)
     assert (code, result["dtype"], result["per_step"]["tokens"]) == (0, "fp16", 2 * 256)
@@ -277,13 +258,7 @@ def test_plan_reads_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     settings["fp16"], settings["bf16"] = {"enabled": True, "loss_scale": 128}, {"enabled": False}
     file.write_text(json.dumps(settings), encoding="utf-8")
     code, result = plan(capsys, "--deepspeed", str(file), "--dtype", "fp16")
-    assert 'write "loss_scale": 0' in result["error"]["cure"]
-    settings = {"train_batch_size": 32, "zero_optimization": {}}
-    settings["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
-    file.write_text(json.dumps(settings), encoding="utf-8")
-    code, result = plan(capsys, "--deepspeed", str(file))
-    assert code == 2
-    assert "zero_optimization.zenflow" in result["error"]["found"]
+    assert (code, 'write "loss_scale": 0' in result["error"]["cure"]) == (2, True)
 
 
 # ---- schedulers ----

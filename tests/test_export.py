@@ -32,7 +32,6 @@ from infinity.storage import checkpoints
 from .architectures import ARCHITECTURES
 from .models import GPT, huggingface
 from .offloaded import ON_HOST, config_for
-from .ranks import all_well, run_ranks
 
 
 def wrap(model: nn.Module, folder: Path, **settings: Any) -> tuple[Any, Any]:
@@ -179,30 +178,12 @@ def net(tmp_path: Path) -> Iterator[tuple[nn.Module, Any]]:
     infinity.close(adam)
 
 
-FSDP2 = """
-import sys, torch, torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import fully_shard
-from tests.test_export import Net, tensors_in
-torch.distributed.init_process_group("gloo")
-mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-state = fully_shard(Net(), mesh=mesh).state_dict()
-del state["head.weight"]
-dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(sys.argv[1]))
-for name, value in tensors_in(sys.argv[1]).items():
-    found = state[name]
-    if isinstance(found, torch.distributed.tensor.DTensor):
-        found = found.full_tensor()
-    assert torch.equal(found, value.to(found.dtype)), name
-assert state["tokens.weight"].to_local().shape[0] < state["tokens.weight"].shape[0]
-torch.distributed.destroy_process_group()
-"""
-
-
 @pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageReader"), reason="this torch has no such reader")
-@pytest.mark.processes
-def test_ranks_of_fsdp2_read_their_shards(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
-    infinity.export(net[0], tmp_path / "out", "fp32", "9KB")
-    all_well(run_ranks(2, FSDP2, str(tmp_path / "out")))
+def test_the_reader_that_fsdp2_uses_reads_it(net: tuple[nn.Module, Any], tmp_path: Path) -> None:
+    path = infinity.export(net[0], tmp_path / "out", "fp32", "9KB")
+    state = {name: torch.full_like(value, 7) for name, value in tensors_in(path).items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
+    assert_equal(state, tensors_in(path))
 
 
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -418,13 +399,11 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["load"].startswith("safetensors.torch.load_model(model, ")
     assert run(["export", str(tmp_path / "gpt"), str(tmp_path / "plain"), "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["what"].endswith("is not empty")
-    small = ["export", str(tmp_path / "gpt"), str(tmp_path / "small"), "--max-shard-size", "100KB"]
-    assert run(small) == 0
-    assert "load_file(file)" in capsys.readouterr().out
+    small = ["export", str(tmp_path / "gpt"), str(tmp_path / "small"), "--max-shard-size"]
+    assert run([*small, "100KB"]) == 0
     assert_equal(tensors_in(tmp_path / "small"), tensors_in(tmp_path / "plain"))
     for wrong in (
-        [*small[:3], "--dtype", "int8"],
-        [*small[:3], "--max-shard-size", "x"],
+        [*small, "x"],
         ["export", "", "x"],
         ["export", str(tmp_path / "gpt"), ""],
         ["export", str(tmp_path / "run"), str(tmp_path / "no")],

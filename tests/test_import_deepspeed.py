@@ -1,6 +1,6 @@
 """Checkpoints that DeepSpeed itself has written go on here; others are refused by name.
 
-deepspeed_states.py has written them.
+deepspeed_states.py says what they are.
 """
 
 from __future__ import annotations
@@ -348,8 +348,8 @@ REFUSALS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "a wrong padding": (FIRST, _of_rank(_state(group_paddings=[2, 0])), "another layout"),
     "too few groups": (FIRST, _of_model(lambda c: c["param_shapes"].pop()), "do not fit its param_shapes"),
-    "shapes of another kind": (FIRST, _of_model(lambda c: c.update(param_shapes=[5])), ""),
-    "paddings of another kind": (FIRST, _of_all(_state(group_paddings="x")), ""),
+    "shapes of another kind": (FIRST, _of_model(lambda c: c.update(param_shapes=[5])), "not of one model"),
+    "paddings of another kind": (FIRST, _of_all(_state(group_paddings="x")), "'group_paddings', of list"),
     "no steps": (FIRST, _of_model(lambda c: c.pop("global_steps")), "'global_steps', of int"),
     "a tag elsewhere": (FIRST, _tag(b"../elsewhere"), "latest names no directory"),
     "a tag that is no text": (FIRST, _tag(b"\xff\xfe"), "latest names no directory"),

@@ -29,7 +29,6 @@ from .command_line import mounted, started
 
 SMALL = ["--size", "48MiB", "--block", "64KiB", "--depth", "4", "--seconds", "0.05", "--repeats", "2"]
 SETTINGS = Settings("auto", 64 * KiB, 4)
-RATE = {"bytes_per_second", "spread", "repeats", "bytes_moved", "cpu_seconds_per_gb"}
 
 
 @pytest.fixture(autouse=True)
@@ -67,37 +66,28 @@ def test_every_pattern_is_measured_and_checked_and_nothing_is_left(tmp_path: Pat
     assert found["file_bytes"] == 48 * MiB
     assert [case["pattern"] for case in found["cases"]] == ["read", "write", "mixed"]
     for case in found["cases"]:
-        assert set(case) >= RATE
-        assert case["bytes_per_second"] > 0
         assert len(case["repeats"]) == 2
-        assert min(case["repeats"]) <= case["bytes_per_second"] <= max(case["repeats"])
+        assert 0 < min(case["repeats"]) <= case["bytes_per_second"] <= max(case["repeats"])
         latency = case["latency_seconds"]
         assert 0 < latency["p50"] <= latency["p99"] <= latency["p99.9"] <= latency["max"]
-        assert latency["blocks"] > 0
-        assert case["cpu_seconds_per_gb"] > 0
-        assert sum(case["submit"]["less_than_2_to_the_i_microseconds"]) > 0
-        assert case["submit"]["max_seconds"] > 0
-        assert case["verified_bytes"] > 0
+        positive = case["cpu_seconds_per_gb"], case["submit"]["max_seconds"], case["verified_bytes"]
+        assert min(*positive, latency["blocks"]) > 0
         assert case["directories"] == [str(tmp_path)]
     assert found["verified_bytes"] >= sum(case["verified_bytes"] for case in found["cases"])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.integration
-def test_a_person_sees_tables_and_on_a_terminal_a_bar(
+def test_a_person_sees_a_table_and_on_a_terminal_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["io", str(tmp_path), *SMALL, "--quick"]
-    done = CliRunner().invoke(bench_command, arguments, catch_exceptions=False)
-    assert done.exit_code == 0
-    shown = ("read", "mixed", "GB/s", "p99.9", "64.00 KiB × 4", "read back", "submissions")
-    assert all(text in done.stdout for text in shown)
-    assert done.stderr == ""  # progress is for terminals
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is captured for a terminal
-    for terminal, bar in (("xterm", True), ("dumb", False)):
+    arguments = ["io", str(tmp_path), *SMALL, "--quick", "--pattern", "read"]
+    for terminal, color, bar in (("dumb", "", False), ("xterm", "1", True), ("dumb", "1", False)):
         monkeypatch.setenv("TERM", terminal)
-        arguments += ["--pattern", "read"]
+        monkeypatch.setenv("FORCE_COLOR", color)  # rich takes what is captured for a terminal
         done = CliRunner().invoke(bench_command, arguments, catch_exceptions=False)
+        assert done.exit_code == 0
+        assert "GB/s" in done.stdout
         assert ("read, auto 64.00 KiB × 4" in done.stderr) is bar
 
 

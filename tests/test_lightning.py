@@ -184,12 +184,6 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     second.closed()
 
 
-def test_configure_model_builds_on_the_tiers(tmp_path: Path) -> None:
-    wanted = Trained(tmp_path / "one", strategy(tmp_path), 1).closed()
-    late = Trained(tmp_path / "two", strategy(tmp_path, parameters="nvme"), 1, module=net(late=True))
-    assert late.closed().module.losses == wanted.module.losses
-
-
 def test_checkpoints_of_ddp_and_back(tmp_path: Path) -> None:
     wanted = Trained(tmp_path / "ddp", "ddp")
     Trained(tmp_path / "begun", "ddp", 2)
@@ -291,8 +285,12 @@ def test_what_the_strategy_refuses(tmp_path: Path) -> None:
     infinity.close(run.module)
 
 
-def test_validation_before_the_fit_wraps_for_both(tmp_path: Path) -> None:
+def test_configure_model_builds_on_the_tiers_and_validation_before_the_fit_wraps_for_both(
+    tmp_path: Path,
+) -> None:
     wanted = Trained(tmp_path / "one", strategy(tmp_path), 1).closed()
+    late = Trained(tmp_path / "two", strategy(tmp_path, parameters="nvme"), 1, module=net(late=True))
+    assert late.closed().module.losses == wanted.module.losses
     run = trainer(tmp_path, strategy(tmp_path), enable_checkpointing=False)
     torch.manual_seed(7)
     module = net()

@@ -15,10 +15,8 @@ import torch
 from infinity.cli.machine import load_machine
 from infinity.cli.main import run
 from infinity.core.errors import ConfigError
-from infinity.core.sizes import GiB
 from infinity.planning.cures import as_options
 
-EXAMPLE = Path(__file__).parents[1] / "docs" / "machine.yaml"
 MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--batch", "2", "--sequence", "48"]
 CHUNKS = ["--chunk-elements", "65536"]
 
@@ -47,16 +45,6 @@ def machine(folder: Path, **sections: Any) -> str:
     }
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
     return str(path)
-
-
-def test_the_example() -> None:
-    found = load_machine(str(EXAMPLE))
-    assert (found.device_memory, found.host_memory) == (22 * GiB, 240 * GiB)
-    assert [(d.directory, d.free, d.endurance) for d in found.drives] == [
-        ("/mnt/nvme0", 1_700_000_000_000, 1200.0),
-        ("/mnt/nvme1", 900_000_000_000, 600.0),
-    ]
-    assert found.temporary is not None
 
 
 @pytest.mark.parametrize(

@@ -35,17 +35,16 @@ def config_of(places: str = "nvme", **changes: Any) -> Config:
     return Config(**{**settings, "device": "cpu", "chunk_elements": 1 << 19, **changes})
 
 
-def plan_of(
-    config: Config, budget: Budget = ROOMY, *, staged: bool = True, free: int | None = None, **options: Any
-) -> Plan:
+def plan_of(config: Config, budget: Budget = ROOMY, *, staged: bool = True, **options: Any) -> Plan:
     """The plan on a machine that has what `budget` says, and more."""
-    machine = Machine(
-        host_memory=1 << 50,
-        device_memory=1 << 50 if staged else None,
-        drives=tuple(Drive(directory=d, free=free, system=d) for d in config.directories),
-    )
     given = {"device_memory": budget.device, "host_memory": budget.host}
-    return Planner(model_of(str(config.dtype))).plan(config.replace(**given), machine, **options)
+    planner = Planner(model_of(str(config.dtype)))
+    return planner.plan(config.replace(**given), large_machine(config, staged), **options)
+
+
+def large_machine(config: Config, staged: bool) -> Machine:
+    drives = tuple(Drive(directory=d, free=None, system=d) for d in config.directories)
+    return Machine(host_memory=1 << 50, device_memory=1 << 50 if staged else None, drives=drives)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +146,4 @@ def test_chunks_are_large_where_a_device_has_its_own_memory(
 ) -> None:
     budgets = {"host_memory": "64GiB", "device_memory": "64GiB"}
     config = config_of(places, **{"chunk_elements": None, **budgets, **changes})
-    drives = tuple(Drive(directory=d, free=None, system=d) for d in config.directories)
-    machine = Machine(host_memory=1 << 50, device_memory=1 << 50 if staged else None, drives=drives)
-    assert Planner(LARGE).plan(config, machine).chunks == CHUNKS[size]
+    assert Planner(LARGE).plan(config, large_machine(config, staged)).chunks == CHUNKS[size]
