@@ -52,4 +52,13 @@ def test_torch_func_through_a_wrapped_model(tmp_path: Path) -> None:
         torch.func.grad(loss)(params, model)
     found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     assert_close(list(found), list(by_name.values()))
+    last = [*model.parameters()][-1]
+    loss_of_all = model(x).square().sum()
+    edge = torch.autograd.graph.get_gradient_edge(loss_of_all)
+    (one,) = torch.autograd.grad(loss_of_all, [edge])
+    assert one == 1
+    last.requires_grad_(False)
+    for inputs in ([last], list(model.parameters())):
+        with pytest.raises(RuntimeError, match="does not require grad"):  # torch's own
+            torch.autograd.grad(model(x).square().sum(), inputs, allow_unused=True)
     infinity.close(model)

@@ -227,7 +227,8 @@ class Gradients:
             f"a second gradient of {sharded.name!r} in a step has no room: it would be added in fp32",
             expected="with accumulation=1, one gradient of each parameter between two calls of "
             f"`zero_grad()`: there are {sharded.spec.dtype.itemsize} bytes for each element",
-            found="a further backward, or a layer that reentrant checkpointing uses twice",
+            found="a further backward, a gradient that was assigned to `p.grad` before it, or a layer that "
+            "reentrant checkpointing uses twice",
             cure="set Config(accumulation=…) to the number of backwards of a step, or leave it out; or call "
             "`zero_grad()` after each step; with a layer that is used twice, checkpoint with "
             "use_reentrant=False",

@@ -216,7 +216,7 @@ class ShardedGrad(_Shown):
             raise GradientError(
                 f"the gradient of {name!r} was assigned to {owner.name!r}",
                 expected="a tensor, or the parameter's own gradient",
-                found="a view of another parameter's shards",
+                found="a view of the shards of another parameter, or of one of another model",
                 cure="assign its values: `q.grad = infinity.gradient(p).to(q.device, q.dtype)`",
             )
         if not self.source.holds(self):

@@ -218,10 +218,13 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     zeros: list[Any] = []
 
     def edge(value: Any) -> Any:
+        if isinstance(value, torch.autograd.graph.GradientEdge):  # a tuple, too
+            return value
         if isinstance(value, (list, tuple)):
             return type(value)(edge(v) for v in value)
-        if isinstance(value, (ReleasedParameter, PendingParameter)) and value.requires_grad:
-            return torch.autograd.graph.get_gradient_edge(value)
+        if isinstance(value, (ReleasedParameter, PendingParameter)):
+            # A frozen one has no node: torch refuses it, as it refuses any tensor without one.
+            return torch.autograd.graph.get_gradient_edge(value) if value.requires_grad else torch.empty(0)
         return value
 
     with torch._C.DisableTorchFunctionSubclass():
